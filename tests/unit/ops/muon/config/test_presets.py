@@ -11,7 +11,7 @@ from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.config.types import ClipOptions
 from helpers.distributed import run
-from helpers.startup_log import records
+from helpers.logs import logged_at_start
 
 
 def test_every_preset_may_be_named() -> None:
@@ -83,7 +83,7 @@ def test_an_error_about_a_key_of_the_preset_names_the_preset() -> None:
 
 
 def test_the_log_says_what_a_preset_set() -> None:
-    log = run(records, 1, optimizer={"type": "Muon", "params": {"preset": "deepseek_v4", "lr": 1e-3}})[0]
+    log = run(logged_at_start, 1, optimizer={"type": "Muon", "params": {"preset": "deepseek_v4", "lr": 1e-3}})[0]
     assert any(
         text == "deepspeed-muon: preset deepseek_v4 sets weight_decay 0.1, momentum 0.95, nesterov true, adjust_lr_fn "
         '"match_rms_adamw", rms_scale 0.18, ns_coefficients "deepseek_v4", betas [0.9, 0.95], eps 1e-20'

@@ -4,16 +4,37 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from helpers.models import UNEVEN, Mlp
+from helpers.training import ds_config, make_engine
 
 
 @contextmanager
-def logged(level: int = logging.NOTSET) -> Iterator[list[str]]:
-    """Yield a list that collects the package's messages of at least this level, on this rank, within the context."""
-    said: list[str] = []
+def logged(level: int = logging.NOTSET, with_levels: bool = False) -> Iterator[list[Any]]:
+    """Yield a list that collects messages of at least this level, on this rank, in the context; or (level, message)."""
+    said: list[Any] = []
     handler, logger = logging.Handler(level), logging.getLogger("deepspeed.muon")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        said.append((record.levelname, record.getMessage()) if with_levels else record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
         yield said
     finally:
         logger.removeHandler(handler)
+
+
+def logged_at_start(
+    widths: tuple[int, ...] = UNEVEN, groups: int = 1, tag: Any = None, **config: Any
+) -> list[tuple[str, str]]:
+    """Build an engine for an MLP; return (level, message) of all that is logged meanwhile."""
+    params = list((net := Mlp(widths)).parameters())
+    for p in params if tag is not None else ():
+        p.use_muon = tag
+    halves = [{"params": params[i::groups]} for i in range(groups)]
+    with logged(with_levels=True) as said:
+        make_engine(net, ds_config(**config), model_parameters=halves).destroy()
+    return said

@@ -4,8 +4,8 @@
 import copy
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,63 +77,48 @@ def test_a_set_is_refused_wherever_it_stands(kind: Callable[[Iterable[Tensor]], 
         assert error is TypeError and text.startswith(SET)
 
 
-def test_a_users_groups_are_not_written_to() -> None:
+def test_a_parameter_twice_is_told_as_by_torch_and_groups_are_not_written_to() -> None:
     net = Mlp()
-    group = {"params": net.parameters(), "lr": 0.1}
-    MuonWithAuxAdam([group], model=net)
+    group = {"params": [net.layers[0].weight, *net.parameters()], "lr": 0.1}
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        MuonWithAuxAdam([group], model=net)
     assert group.keys() == {"params", "lr"}
-
-
-def test_a_parameter_twice_is_told_as_by_torch() -> None:
-    net = Mlp()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        MuonWithAuxAdam([net.layers[0].weight, *net.parameters()], model=net)
-    assert any("duplicate parameters" in str(warning.message) for warning in caught)
 
 
 # ---- on all ranks ---------------------------------------------------------------------------------------------
 
-PARTS: dict[str, Form] = {
-    "biases": lambda net: [param for param in net.parameters() if param.ndim == 1],
-    "one matrix": lambda net: [net.layers[1].weight],
-    "reversed": lambda net: list(net.parameters())[::-1],
-}
+PARTS: dict[str, Form] = {"biases": FORMS["vectors alone"], "one matrix": lambda net: [net.layers[1].weight]}
 
 
-def train_part(part: str, stage: int, freeze: bool) -> tuple[list[str], int, list[str]]:
-    """Names of what moved after two steps, how many matrices the optimizer has, and the lines of log about it."""
+def train_part(part: str, stage: int, freeze: bool) -> tuple[list[str], list[str], int, list[str]]:
+    """Names of what was given and of what two steps moved, how many matrices go to Muon, the lines of log about it."""
     net = MODELS["mlp"]()
     given = PARTS[part](net)
-    if freeze:
-        chosen = {id(param) for param in given}
-        for param in net.parameters():
-            param.requires_grad_(id(param) in chosen)
+    chosen = {id(param) for param in given}
+    names = [name for name, param in net.named_parameters() if id(param) in chosen]
+    for param in net.parameters() if freeze else ():
+        param.requires_grad_(id(param) in chosen)
     before = {name: param.detach().clone() for name, param in net.named_parameters()}
     with logged() as lines:
         engine = make_engine(net, ds_config(stage=stage), model_parameters=given)
     matrices = sum(engine.basic_optimizer.shapes.values())
     train_engine(engine, 2)
-    after = fp32_weights(engine)
+    moved = [name for name, value in fp32_weights(engine).items() if not torch.equal(before[name], value)]
     engine.destroy()
-    moved = sorted(name for name, value in after.items() if not torch.equal(before[name], value))
-    return moved, matrices, [line for line in lines if "AdamW updates " in line]
+    return names, sorted(moved), matrices, [line for line in lines if "AdamW updates " in line]
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(("part", "count"), [("biases", 0), ("one matrix", 1)])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_part_of_the_model_trains(stage: int) -> None:
+def test_a_part_of_the_model_trains(stage: int, part: str, count: int, freeze: bool) -> None:
     """Without a matrix AdamW trains it, and one line says so; the matrices that are counted are those trained."""
-    net = MODELS["mlp"]()
-    for freeze in (False, True):
-        for part, count in {"biases": 0, "one matrix": 1}.items():
-            chosen = {id(param) for param in PARTS[part](net)}
-            names = sorted(name for name, param in net.named_parameters() if id(param) in chosen)
-            ranks = run(train_part, 2, part=part, stage=stage, freeze=freeze)
-            assert [(moved, matrices) for moved, matrices, _ in ranks] == [(names, count)] * 2
-            (line,), others = ranks[0][2], ranks[1][2]
-            assert not others
-            nothing = "AdamW updates all parameters; no matrix goes to Muon: 0-D or 1-D"
-            assert ("Muon updates 1 matrices" if count else nothing) in line
+    ranks = run(train_part, 2, part=part, stage=stage, freeze=freeze)
+    assert all(moved == sorted(names) and matrices == count for names, moved, matrices, _ in ranks)
+    (line,), others = ranks[0][3], ranks[1][3]
+    assert not others
+    nothing = "AdamW updates all parameters; no matrix goes to Muon: 0-D or 1-D"
+    assert ("Muon updates 1 matrices" if count else nothing) in line
 
 
 def give_in_another_order(stage: int) -> tuple[str, str]:
@@ -214,21 +199,15 @@ def test_a_copy_is_refused_in_words(make: Callable[[Any], Any]) -> None:
         make(optimizer)
 
 
-def initialize_in_inference_mode() -> dict[str, Tensor]:
+def train_from(mode: Any) -> dict[str, Tensor]:
     net = MODELS["mlp"]()
-    with torch.inference_mode():
+    with mode():
         engine = make_engine(net, ds_config(stage=0))
-    train_engine(engine, 2)
-    return fp32_weights(engine)
-
-
-def train_as_usual() -> dict[str, Tensor]:
-    engine = make_engine(MODELS["mlp"](), ds_config(stage=0))
     train_engine(engine, 2)
     return fp32_weights(engine)
 
 
 def test_inference_mode_around_initialize_leaves_state_that_can_be_updated() -> None:
     """At stage 0; ZeRO's own tensors cannot be updated afterwards, whatever the optimizer."""
-    inside, outside = run(initialize_in_inference_mode, 1)[0], run(train_as_usual, 1)[0]
+    inside, outside = (run(train_from, 1, mode=mode)[0] for mode in (torch.inference_mode, nullcontext))
     assert all(torch.equal(inside[name], outside[name]) for name in outside)

@@ -24,11 +24,10 @@ from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.version import TESTED_DEEPSPEED as TESTED
 from deepspeed.muon.zero import hooks
 from helpers.distributed import RankError, run
-from helpers.logs import logged
+from helpers.logs import logged, logged_at_start
 from helpers.models import Mlp, TinyGpt, train_engine
 from helpers.paths import ROOT, TESTS
 from helpers.racing import races
-from helpers.startup_log import records
 from helpers.training import ds_config, fp32_weights, make_engine, train
 
 REQUIREMENTS = ROOT / "requirements" / "requirements.txt"
@@ -402,7 +401,7 @@ def test_a_client_optimizer_trains_as_the_config_does(stage: int, offload: bool)
 
 def test_three_lines_of_log_on_rank_0() -> None:
     """What is updated, by how much, and how a step runs."""
-    lines, silent = run(records, 2, stage=3, widths=(512, 512, 512))
+    lines, silent = run(logged_at_start, 2, stage=3, widths=(512, 512, 512))
     assert [level for level, _ in lines] == ["INFO"] * 3 and silent == []
     assert lines[0][1] == (
         f"deepspeed-muon {deepspeed.muon.__version__}: Muon updates 2 matrices (524,288 parameters), "
@@ -456,23 +455,23 @@ def test_what_takes_long_at_the_start_is_told() -> None:
 
 
 def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
-    logged, silent = run(records, 2, tag=False)
+    logged, silent = run(logged_at_start, 2, tag=False)
     assert silent == []
     text = "deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: use_muon = False set by the user"
     assert logged == [("WARNING", text)]
 
 
 def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
-    warning = run(records, 2, stage=3, zero={"sub_group_size": 50})[0][3]
+    warning = run(logged_at_start, 2, stage=3, zero={"sub_group_size": 50})[0][3]
     assert warning[0] == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in warning[1]
     size = int(warning[1].rpartition("write ")[2].split()[0])
     for enough, lines in ((size // 2, 4), (size, 3)):
-        assert len(run(records, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
+        assert len(run(logged_at_start, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameter_groups_of_the_user_are_no_sub_groups(stage: int) -> None:
-    assert [level for level, _ in run(records, 2, stage=stage, groups=3)[0]] == ["INFO"] * 3
+    assert [level for level, _ in run(logged_at_start, 2, stage=stage, groups=3)[0]] == ["INFO"] * 3
 
 
 UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

@@ -15,9 +15,9 @@ from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import global_plan
 from helpers.distributed import run
 from helpers.forecasts import check_against_the_engine, forecast
+from helpers.logs import logged_at_start
 from helpers.models import MODELS, train_engine
 from helpers.plans import COST, counted_cost, make_plan, specs
-from helpers.startup_log import records
 from helpers.training import ds_config, fp32_weights, make_engine
 from helpers.worker import without_latency
 
@@ -126,11 +126,11 @@ def test_the_forecast_is_what_the_engine_binds(world: int, monkeypatch: pytest.M
 
 
 def test_the_line_of_log_says_who_does_the_work() -> None:
-    said = {widths: run(records, 2, stage=0, widths=widths)[0] for widths in ((96, 96, 96, 96), (7, 9, 5, 8))}
+    said = {widths: run(logged_at_start, 2, stage=0, widths=widths)[0] for widths in ((96, 96, 96, 96), (7, 9, 5, 8))}
     (_, who), _, (_, sent) = said[96, 96, 96, 96]
     assert who.endswith(" on 2 ranks that share Newton-Schulz") and "rank 0 sends 0.1 MB" in sent
     (_, who), _, (_, sent) = said[7, 9, 5, 8]
     text = " on 2 ranks, each of which orthogonalizes everything itself"
     assert who.endswith(text) and "rank 0 sends 0.0 MB" in sent
-    (_, who), _, (_, sent) = run(records, 1, stage=0, widths=(96, 96, 96, 96))[0]
+    (_, who), _, (_, sent) = run(logged_at_start, 1, stage=0, widths=(96, 96, 96, 96))[0]
     assert who.endswith(" on 1 rank") and "rank 0 sends 0.0 MB" in sent

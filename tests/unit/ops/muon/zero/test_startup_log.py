@@ -4,13 +4,11 @@
 import re
 from typing import Any
 
-import pytest
 from torch import nn
 
 from helpers.distributed import run
-from helpers.logs import logged
+from helpers.logs import logged, logged_at_start
 from helpers.paths import ROOT
-from helpers.startup_log import records
 from helpers.training import PARAMS, ds_config, make_engine
 from helpers.transformers_models import MODELS
 
@@ -50,14 +48,11 @@ def test_the_page_has_the_lines_of_the_log() -> None:
     assert all(sentence.strip() for entries in page.values() for _, sentence in entries)
 
 
-@pytest.mark.parametrize("kind", REVIEWED)
-def test_every_model_is_reviewed_with_and_without_heads(kind: str) -> None:
-    assert {f"{kind}, per_head_muon: {value}" for value in ("false", "true")} <= reviewed().keys()
-
-
 def log_with(scheduler: dict[str, Any] | None, **params: Any) -> list[tuple[str, str]]:
     """What the log says at start of the learning rate and the momentum of a schedule."""
-    found = records(optimizer={"type": "Muon", "params": params}, **({"scheduler": scheduler} if scheduler else {}))
+    found = logged_at_start(
+        optimizer={"type": "Muon", "params": params}, **({"scheduler": scheduler} if scheduler else {})
+    )
     return [(level, text) for level, text in found if "scheduler.params" in text]
 
 

@@ -11,11 +11,11 @@ import torch
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
 from helpers.distributed import RankError, run
+from helpers.logs import logged_at_start
 from helpers.models import MODELS
 from helpers.oracles import change_error
 from helpers.parity import SHAPES, STEPS, assert_parity, oracle
 from helpers.rules import RULES, combination
-from helpers.startup_log import records
 from helpers.training import train, train_on_gradients, with_params
 
 #: In the full run; FUZZ=N tries so many.
@@ -84,9 +84,9 @@ def test_combinations_train_as_the_oracle_or_are_refused_by_name(count: int, rec
 
 
 def test_the_log_names_the_rules() -> None:
-    log = run(records, 1, optimizer=with_params(normuon=True, muon_eq="rows"))[0]
+    log = run(logged_at_start, 1, optimizer=with_params(normuon=True, muon_eq="rows"))[0]
     assert any("; MuonEq (rows), NorMuon (beta2 0.95)" in text for _, text in log)
-    assert not any("NorMuon" in text for _, text in run(records, 1)[0])
+    assert not any("NorMuon" in text for _, text in run(logged_at_start, 1)[0])
 
 
 @pytest.mark.parametrize("key", [{"normuon": True}, {"muon_eq": "columns"}, {"muon_plus": "rows"}], ids=str)
@@ -102,7 +102,7 @@ def test_a_stack_whose_outputs_are_unknown_is_refused(key: dict[str, Any]) -> No
 
 def test_the_log_states_cautious_decay_and_warns_where_there_is_no_decay() -> None:
     for decay, warned in ((0.1, False), (0.0, True)):
-        log = run(records, 1, optimizer=with_params(cautious_weight_decay=True, weight_decay=decay))[0]
+        log = run(logged_at_start, 1, optimizer=with_params(cautious_weight_decay=True, weight_decay=decay))[0]
         assert any("; cautious weight decay" in text for _, text in log)
         assert any(level == "WARNING" and "has no effect" in text for level, text in log) is warned
-    assert not any("cautious" in text for _, text in run(records, 1)[0])
+    assert not any("cautious" in text for _, text in run(logged_at_start, 1)[0])
