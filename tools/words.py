@@ -10,8 +10,8 @@ from pathlib import Path
 #: Pattern, in any case -> what to write instead. A pattern must be wrong wherever it occurs, in code too.
 WORDS = {
     r"\banew\b": "again",
+    r"\bbeside\b": "next to, with, compared with, in addition to",
     r"\bbut for\b": "except",
-    r"\bby now\b": "nothing",
     r"\bcomes? about\b": "happens, can be made",
     r"(?:[,;:#]|\band|\bor|\bwhich) else\b": "otherwise",
     r"\bfor ever\b": "forever",
@@ -25,10 +25,10 @@ WORDS = {
     r"(?<!each )(?<!any )\bof which (all|each|none|nothing|one|some)\b": "each of which, or two sentences",
     r"\b(errors?|exceptions?|functions?|class(es)?|methods?) of (pydantic|torch|numpy|Triton)\b": "a torch error",
     r"\bperhaps\b": "may",
-    r"\bsomebody\b": "a user",
     r"\bspeaks?\b": "says, shows, is_logging_rank",
     r"\bstands? still\b": "hangs, does not change",
     r"\bthe like\b": "similar ones, or name them",
+    r"\b(weights|adapters|GPUs) alone\b": "only the weights",
     r"\btold\b": "reported, known, configured",
     r"(?-i:\b(MOST|TOLD|UNEVEN|WORTH)\b)": "a name that says what it limits, such as MIN_SAVING",
 }

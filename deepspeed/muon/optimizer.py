@@ -447,7 +447,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update a Muon group; return the names of the matrices that were left alone, as they had no gradient."""
+        """Update a Muon group; return the names of the matrices that were not updated, as they had no gradient."""
         step = self._steps.get(group["params"][0])
         if step is None:
             raise RuntimeError(

@@ -260,9 +260,9 @@ MAX_REASONS = 4
 def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     """Return the error message for a model of which no parameter goes to Muon; ``None`` if training may start.
 
-    Training may start with AdamW alone, and a warning, if no matrix is trained, if the user sent all matrices to AdamW
+    Training may start with only AdamW, and a warning, if no matrix is trained, if the user sent all matrices to AdamW
     (``muon_exclude``, ``use_muon = False``), or if ``is_part``: the model also has matrices that are not trained.
-    Low-rank adapters alone are refused, because ``muon_lora`` can send them to Muon.
+    A model that trains only low-rank adapters is refused, because ``muon_lora`` can send them to Muon.
     """
     if not specs:
         return (

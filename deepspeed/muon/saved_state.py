@@ -29,7 +29,7 @@ Groups = Sequence[Mapping[str, Any]]
 KEPT_FROM_CONFIG = {"lr_ratio", "name", "moe"}
 LOAD = 'load it with "checkpoint": {"load_universal": true} in ds_config.json, without a tag'
 WEIGHTS_ALONE = (
-    "its weights alone with load_module_only=True and load_optimizer_states=False; DeepSpeed converts at stages 1 to 3 "
+    "only its weights, with load_module_only=True and load_optimizer_states=False; DeepSpeed converts at stages 1 to 3 "
     "only"
 )
 

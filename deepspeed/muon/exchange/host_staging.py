@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy shards from host memory to the accelerator, and results back (CPU offload).
 
-Two streams run beside the stream of the computation: while bucket k is orthogonalized, bucket k + 1 is copied from
+Two streams run in parallel with that of the computation: while bucket k is orthogonalized, bucket k + 1 is copied from
 pinned memory to the accelerator and the result of bucket k - 1 back, and the CPU works on the shards. Each bucket in
 flight has its own buffer, so no buffer is overwritten before its result has arrived. On an accelerator without streams
 (Apple's) each copy ends before the next operation begins.
@@ -47,8 +47,8 @@ class Staging:
             self._up.wait_stream(self._accelerator.current_stream())
 
     def beside_the_computation(self, back: bool) -> AbstractContextManager:
-        """Return a context in which copies and collectives run beside the computation. With ``back``, they first wait
-        for all computation queued so far, which makes the results.
+        """Return a context for copies and collectives that run during computation. With ``back``, they first wait for
+        all computation queued so far, which makes the results.
         """
         if back and self._down is not None:
             self._down.wait_stream(self._accelerator.current_stream())

@@ -51,7 +51,7 @@ class MuonBuilder(CPUOpBuilder):
         return f"deepspeed.muon.kernels.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        """Return the paths of csrc/muon's C++ files; a wheel has them inside the package, a checkout beside it."""
+        """Return the paths of csrc/muon's C++ files; a wheel has them inside the package, a checkout next to it."""
         package = Path(__file__).resolve().parents[1]
         folders = (package / "csrc", package.parents[1] / "csrc" / "muon")
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]

@@ -168,7 +168,7 @@ def renames_parameters(config: Any) -> bool:
 
 
 def refuse_engine(engine: Any) -> None:
-    """Raise UnsupportedError for unsupported pipelines, model or sequence parallelism, and experts beside them."""
+    """Raise UnsupportedError for unsupported pipelines, model or sequence parallelism, and experts with them."""
     if problems := list(_engine_problems(engine)):
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
 

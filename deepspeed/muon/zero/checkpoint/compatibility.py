@@ -187,7 +187,7 @@ def difference(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any])
         if current["stage"] == 3 and known["world_size"] < current["world_size"]:
             return (
                 f"it was saved on {_ranks(known['world_size'])}, and this run has {current['world_size']}: at stage 3 "
-                f"even its weights alone load on at most as many ranks as saved it; {convert}"
+                f"even loading only its weights needs at most as many ranks as saved it; {convert}"
             )
         return None
     # At stage 0 every rank holds everything except experts, whose files are named after expert-parallel ranks.

@@ -124,7 +124,7 @@ class Saved:
         if absent:
             raise ImportStateError(
                 f"{self.model_file.parent} has no optimizer state of {', '.join(absent[:8])}; if it was saved with "
-                "save_muon_momentum_buffer_in_memory, the momentum is lost: load its weights alone"
+                "save_muon_momentum_buffer_in_memory, the momentum is lost: load only its weights"
             )
         for name, shape in self.shapes.items():
             states: dict[str, Any] = {"step": self.steps}
@@ -219,7 +219,7 @@ def _read_stage0(folder: Path) -> Saved:
     if len(order) != len(weights) or shapes != [weights[name].shape for name in order]:
         raise ImportStateError(
             "at stage 0 optimizer states have no names, and the shapes of these do not match the model's parameters in "
-            "order (it may have frozen, tied or grouped parameters, or buffers): load the weights alone, then the "
+            "order (it may have frozen, tied or grouped parameters, or buffers): load only the weights, then the "
             "state with deepspeed.muon.import_state"
         )
     for name, entry, master in zip(order, found, masters or [weights[name] for name in order], strict=True):

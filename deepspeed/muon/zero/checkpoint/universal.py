@@ -128,7 +128,7 @@ class Folder:
         Each rank checks that all files exist, and the sizes in those of every ``world_size``-th parameter.
 
         Args:
-            wanted: parameter -> keys of the states that must be there, beside the weight.
+            wanted: parameter -> keys of the states that must be there, in addition to the weight.
         """
         files = [f"zero/{spec.name}/{key}.pt" for spec, keys in wanted.items() for key in (WEIGHT, *keys)]
         if missing := [file for file in files if not (self.zero.parent / file).is_file()]:

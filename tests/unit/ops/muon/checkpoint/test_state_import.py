@@ -139,7 +139,7 @@ def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
         f"stock's Muon saved it; run ds_muon import --from {folder}/saved --to {folder}/saved_universal, then" in error
     )
     error, _ = run(outcome, 2, universal=False, stage=0, **ask)[0]
-    assert "saved at ZeRO stage 1, 2 or 3, this run has stage 0; load its weights alone with load_module_only" in error
+    assert "saved at ZeRO stage 1, 2 or 3, this run has stage 0; load only its weights, with load_module_only" in error
     assert main(["import", "--from", f"{folder}/saved", "--to", f"{folder}/universal", "--json"]) == 0
     error, _ = run(outcome, 1, universal=True, **ask)[0]
     assert "and AdamW updates them in this one: tokens.weight, positions.weight" in error
