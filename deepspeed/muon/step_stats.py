@@ -151,7 +151,7 @@ def values_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:
 
 
 def orthogonality_error(x: Tensor) -> float:
-    """Return ``|G - I|_F / sqrt(k)``, the root mean square of ``s^2 - 1`` over the singular values s of ``x``.
+    """Return the root mean square of ``s^2 - 1`` over the singular values s of ``x``, ``[rows, cols]``.
 
     It is 0 for an orthogonal matrix, 1 for a zero matrix.
     """
@@ -163,8 +163,8 @@ def orthogonality_error(x: Tensor) -> float:
 def participation_ratio(x: Tensor) -> float:
     """Return the effective rank of ``x``, ``[rows, cols]``: ``(sum s^2)^2 / sum s^4`` of its singular values s.
 
-    It is the participation ratio of the eigenvalues of G (arXiv 2509.26560, section 1): from 1, for a matrix of rank
-    1, to k, if all singular values are equal. It does not depend on the scale of ``x``; NaN for a zero matrix.
+    It is the participation ratio of the s^2 (arXiv 2509.26560, section 1): from 1, for a matrix of rank 1, to the
+    smaller dimension, if all s are equal. It does not depend on the scale of ``x``; NaN for a zero matrix.
     """
     low, high = torch.aminmax(x)
     gram = _gram(x, float(torch.maximum(high, -low)))

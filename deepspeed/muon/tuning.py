@@ -315,7 +315,10 @@ def method_of(choice: Choice, ns_method: str, rows: int, cols: int) -> str:
 def with_products(
     kernels: Operations, tables: Mapping[str, Operations], choice: Choice, rows: int, cols: int
 ) -> Operations:
-    """Return ``kernels`` with the products that ``choice`` names for rows x cols; plain PyTorch's if unavailable."""
+    """Return ``kernels``, but with the product kernels that ``choice`` names for matrices of rows x cols.
+
+    If they are unavailable, plain PyTorch computes the products. ``tables``: name -> kernels that are available.
+    """
     recipe = choice.recipe(rows, cols)
     found = {kind: tables.get(getattr(recipe, kind), tables[TORCH]) for kind in Products._fields}
     return replace(kernels, **{kind: getattr(table, kind) for kind, table in found.items()})

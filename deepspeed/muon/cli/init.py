@@ -152,7 +152,10 @@ def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsErr
 def _of_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params`` for Muon, decisions) from AdamW's; what belongs elsewhere moves into ``config``."""
+    """Return (``optimizer.params`` for Muon, decisions), converted from the section ``optimizer`` of AdamW.
+
+    ``config``: the ds_config; keys of the section that belong at its top level move there.
+    """
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
         raise _wrong_type(path, config, name)

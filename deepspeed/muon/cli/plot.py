@@ -129,7 +129,7 @@ def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
 
 
 def _margin(samples: Sequence[int]) -> float:
-    """Return half the mean distance between records, for the ends of the axis; half of ``samples`` if there is one."""
+    """Return how far the axis extends beyond the first and last record: half the mean distance between them."""
     return (samples[-1] - samples[0]) / (2 * max(1, len(samples) - 1)) or samples[0] / 2
 
 

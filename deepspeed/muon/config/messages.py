@@ -62,7 +62,8 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str, quote: str = "
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known word that is most similar to ``word``; ``None`` if none has a similarity of ``cutoff`` (0 to 1).
 
-    Words of very different lengths share letters by chance, so, unless the cutoff is 0, they must begin with ``word``.
+    Words whose length differs by more than ``MOST_MISSING`` are ignored unless they begin with ``word`` or the cutoff
+    is 0, because words of very different lengths share letters by chance.
     """
     near = [
         name

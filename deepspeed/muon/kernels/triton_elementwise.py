@@ -44,7 +44,7 @@ _UNIT = tl.constexpr(2.0**-16)
 
 @triton.jit
 def _place(numel, BLOCK: tl.constexpr):
-    """Return (indices of this program's elements, mask of those that exist); int64, as a shard may have over 2^31."""
+    """Return (indices of this program's elements, int64; mask of those that exist, as the last program has fewer)."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return offsets, offsets < numel
 

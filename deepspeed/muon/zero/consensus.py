@@ -170,7 +170,7 @@ def raise_on_all_ranks(act: Callable[[], Result], explain: Callable[[str], Excep
 
 
 def with_type(error: BaseException) -> str:
-    """Return the name of an error's type, and its text."""
+    """Return an error as text: ``KeyError: 'lr'``."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -202,7 +202,7 @@ def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any
 
 
 def _read_stage0(folder: Path) -> Saved:
-    """Open a stage-0 checkpoint. Its states have no names: match them to the model's in stock's order."""
+    """Open a stage-0 checkpoint. States have no names in it: stock's order tells the parameter of each."""
     saved = Saved(folder, MODEL_FILE, 0)
     outer = saved.model["optimizer"] or {}
     base = outer.get("optimizer_state_dict", outer)
