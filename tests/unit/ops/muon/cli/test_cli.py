@@ -2,6 +2,7 @@
 """The command ds_muon: what it prints, as text and as JSON, what it refuses and in which words."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -14,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.muon.cli import report
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.tables import quantity
+from deepspeed.muon.config.messages import nearest
 from deepspeed.muon.errors import ModelError
 from deepspeed.muon.forecast import measured
-from deepspeed.muon.patch import Seam
-from deepspeed.muon.zero import hooks
+from deepspeed.muon.zero.read_config import Settings, read_settings
+from helpers.logs import logged
 from helpers.models import TinyGpt
 from helpers.paths import ROOT
 
@@ -288,49 +289,99 @@ def test_wrong_flags(flags: list[str], words: str, plan: Command) -> None:
     plan(*flags).must_refuse("plan", words)
 
 
-# ---- report ---------------------------------------------------------------------------------------------
+# ---- other sections of the config -----------------------------------------------------------------------
+
+OBJECT = 'expected an object, such as {"enabled": true}'
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"bf16": True}, f"bf16: got True; {OBJECT}"),
+    ({"fp16": "auto_cast"}, f"fp16: got 'auto_cast'; {OBJECT}"),
+    ({"aio": True}, f"aio: got True; {OBJECT}"),
+    ({"activation_checkpointing": True}, f"activation_checkpointing: got True; {OBJECT}"),
+    ({"zero_optimization": 2}, 'zero_optimization: got 2; expected an object, such as {"stage": 2}'),
+    ({"scheduler": "WarmupLR"}, "scheduler: got 'WarmupLR'; expected an object"),
+    ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer: got True; expected an object"),
+    ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5; expected 0, 1, 2 or 3"),
+    (
+        {"zero_optimization": {"offload_param": {"device": "nvm"}}},
+        "zero_optimization.offload_param.device: got 'nvm'; expected none, cpu or nvme; did you mean 'nvme'?",
+    ),
+    # Keys as they are written, and of sections in sections.
+    ({"fp16": {"loss_scal": 0}}, "fp16.loss_scal: unknown key, did you mean loss_scale?"),
+    ({"tensorboard": {"enable": True}}, "tensorboard.enable: unknown key, did you mean enabled?"),
+    (
+        {"zero_optimization": {"stage3_max_live_parameter": 1}},
+        "zero_optimization.stage3_max_live_parameter: unknown key, did you mean stage3_max_live_parameters?",
+    ),
+    (
+        {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}},
+        "zero_optimization.offload_optimizer.devic: unknown key, did you mean device?",
+    ),
+    # Keys in the wrong section.
+    ({"zero_optimization": {"aio": {}}}, "aio: unknown key, it belongs at the top level of the ds_config"),
+    ({"bf16": {"loss_scale": 0}}, "bf16.loss_scale: unknown key, it belongs in fp16"),
+    (
+        {"zero_optimization": {"nvme_path": "/tmp"}},
+        "it belongs in zero_optimization.offload_param or in zero_optimization.offload_optimizer",
+    ),
+    ({"fp16": {"opt_level": "O2"}}, "fp16.opt_level: unknown key, DeepSpeed has no such key"),
+]
 
 
-def test_report(ds_muon: Command) -> None:
-    status, out, err = ds_muon("report", "--json")
-    facts = json.loads(out)
-    assert (status, err, facts["ok"], facts["problems"]) == (0, "", True, [])
-    assert len(facts["seams"]) == len(hooks.SEAMS) and set(facts["seams"].values()) == {"in use", "ready"}
-    assert facts["versions"]["deepspeed-muon"] and facts["tested_deepspeed"]["includes_installed"] is True
-    assert facts["backends"]["gloo"] is True and facts["activation"]["entry_point_registered"] is True
-    status, out, _ = ds_muon("report")
-    assert status == 0 and out.startswith("nothing essential is missing\n")
-    (line,) = [line for line in out.splitlines() if line.startswith("replaced in DeepSpeed ")]
-    assert line.endswith("; --all lists them") and " in use" in line and "DeepSpeedEngine" not in out
-    status, out, _ = ds_muon("report", "--all")
-    (line,) = [line for line in out.splitlines() if line.strip().startswith("engine.DeepSpeedEngine ")]
-    assert "in use: _configure_basic_optimizer, " in line and "_load_checkpoint, " in line.partition("; ")[2], (
-        "ready is the usual state"
-    )
+@pytest.mark.parametrize(("section", "text"), WRONG, ids=[str(section) for section, _ in WRONG])
+def test_errors_name_the_key_as_it_is_written(section: dict[str, Any], text: str, plan: Command) -> None:
+    found = plan(**section)
+    found.must_refuse("plan", text, lines=None)
+    assert "Input should be" not in found.err and "Config" not in found.err
 
 
-def test_report_fails_where_something_is_missing(ds_muon: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    seam = Seam("deepspeed.runtime.engine", "DeepSpeedEngine._nowhere")
-    monkeypatch.setattr(hooks, "SEAMS", (*hooks.SEAMS, seam))
-    monkeypatch.setattr(report, "ENTRY_NAME", "nobody")
-    status, out, _ = ds_muon("report", "--json")
-    facts = json.loads(out)
-    assert status == 1 and not facts["ok"]
-    assert (
-        facts["problems"][0]
-        == "DeepSpeed lacks deepspeed.runtime.engine.DeepSpeedEngine._nowhere, which deepspeed-muon replaces"
-    )
-    assert "entry point nobody" in facts["problems"][1]
-    assert set(facts["seams"].values()) == {"present", "missing"}
-    assert "missing: _nowhere\n" in ds_muon("report", "--all").out
-    assert ds_muon("report").out.startswith("problem: DeepSpeed lacks ")
+def read(section: dict[str, Any], **params: Any) -> tuple[Settings, list[str]]:
+    """What a config with these sections is read as, and the warnings about it."""
+    with logged(logging.WARNING) as said:
+        optimizer = {"type": "Muon", "params": {"lr": 1e-3, **params}}
+        return read_settings("ds.json", {"optimizer": optimizer} | section, world_size=1), said
 
 
-@pytest.mark.parametrize(("name", "value"), [("DS_MUON_AUTOLOAD", "0"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "off")])
-def test_report_sees_the_switches(name: str, value: str, ds_muon: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    facts = ds_muon("report", "--json").facts
-    assert facts["activation"]["automatic"] is False and facts["activation"]["switches"][name] == value
+UNKNOWN = {
+    "offload_optimizer": "it belongs in zero_optimization",
+    "stage3_prefetch_bucket_size": "it belongs in zero_optimization",
+    "loss_scale": "it belongs in fp16",
+    "weight_decay": "it belongs in optimizer.params",
+    "warmup_num_steps": "it belongs in scheduler.params",
+    "gradient_cliping": "did you mean gradient_clipping?",
+    "zero_optimisation": "did you mean zero_optimization?",
+    "_comment": "it has no effect",
+    "comment": "it has no effect",
+    "//": "it has no effect",
+    "warmup": "it has no effect",
+}
+
+
+def test_unknown_keys_get_their_section_or_a_near_spelling() -> None:
+    """And no key that DeepSpeed reads is unknown."""
+    known = ("bf16", "fp16", "scheduler", "flops_profiler", "aio", "csv_monitor", "compile", "train_batch_size")
+    _, said = read(dict.fromkeys(UNKNOWN, 1) | dict.fromkeys(known, "auto"))
+    assert said == [
+        f"deepspeed-muon: DeepSpeed has no top-level ds_config key {key}; {advice}" for key, advice in UNKNOWN.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "known"), [("onebitadam", "muonwithauxadam"), ("warmup", "amp"), ("offload_optimizer", "optimizer")]
+)
+def test_words_of_other_lengths_are_not_near(word: str, known: str) -> None:
+    assert nearest(word, [known]) is None
+
+
+def test_a_second_key_for_clipping_is_dropped() -> None:
+    settings, said = read({"gradient_clipping": 0.5}, max_grad_norm=1.0)
+    assert settings.gradient_clipping == 0.5 and said == [
+        "deepspeed-muon: optimizer.params.max_grad_norm 1.0 is ignored, because gradient_clipping 0.5 already clips"
+    ]
+
+
+def test_absurd_values_are_pointed_out() -> None:
+    (warning,) = read({}, eps=1e8, weight_decay=0.1)[1]
+    assert "eps 1e+08" in warning and read({}, eps=1e-8)[1] == []
 
 
 # ---- the process ----------------------------------------------------------------------------------------

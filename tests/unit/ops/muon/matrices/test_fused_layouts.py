@@ -344,7 +344,7 @@ def test_the_attention_knows_better_than_the_models_config(numbers: tuple[int, i
         (TinyGpt, {}, {f"3 x 12 rows, {QKV}"}),
         (TinyGpt, {"per_head_muon": True}, {"6 x 6 rows, one matrix per head"}),
         (TinyGpt, {"per_head_muon": True, "muon_split": {"qkv": Cut((18, 18))}}, {"2 x 18 rows, by muon_split 'qkv'"}),
-        (TinyGpt, {"muon_split": {"qkv": Cut(())}}, {"left whole, by muon_split 'qkv'"}),
+        (TinyGpt, {"per_head_muon": True, "muon_split": {"qkv": Cut(())}}, {"left whole, by muon_split 'qkv'"}),
         (TinyGpt, {"muon_fused": "whole"}, set()),
         (
             MODELS["phi3"],

@@ -39,6 +39,10 @@ SLIDING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head
 HEADS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "llama": (MODELS["llama"], GQA),
     "qwen3": (MODELS["qwen3"], GQA),
+    "torch, by the module": (
+        lambda: module(attention=nn.MultiheadAttention(32, 4)),
+        {"attention.in_proj_weight": "12 x 8 rows"},
+    ),
     "gpt2": (MODELS["gpt2"], {"attn.c_attn": "12 x 8 columns"}),
     "gpt_neox": (MODELS["gpt_neox"], {"attention.query_key_value": "12 x 8 rows"}),
     "phi3": (MODELS["phi3"], {"self_attn.qkv_proj": "8 x 8 rows"}),
@@ -112,20 +116,6 @@ def test_the_config_does_not_speak_for_linear_attention(mark: str) -> None:
         heads(layer(**{mark: 1}))
 
 
-def test_the_width_of_a_head_by_its_module() -> None:
-    """Models without a config: the module of the attention knows."""
-    assert heads(module(attention=nn.MultiheadAttention(32, 4))) == {"attention.in_proj_weight": "12 x 8 rows"}
-
-
-def test_a_split_of_the_user_wins_over_heads() -> None:
-    cuts = {"q_proj": Cut((16, 16)), "[kv]_proj": Cut(())}
-    assert splits(MODELS["llama"](), per_head_muon=True, muon_split=cuts) == {
-        "self_attn.q_proj": "2 x 16 rows, by muon_split 'q_proj'",
-        "self_attn.k_proj": "left whole, by muon_split '[kv]_proj'",
-        "self_attn.v_proj": "left whole, by muon_split '[kv]_proj'",
-    }
-
-
 # ---- what is refused ------------------------------------------------------------------------------------
 
 
@@ -189,13 +179,10 @@ def test_sizes_of_a_parameter_that_goes_to_adamw_do_not_matter() -> None:
 # ---- who has cut ----------------------------------------------------------------------------------------
 
 
-def test_a_pattern_may_find_the_alias_of_a_tied_parameter() -> None:
+def tied() -> nn.Module:
     net = TinyGpt()
     net.blocks[1].up.weight = net.blocks[0].up.weight
-    optimizer = MuonWithAuxAdam(net.parameters(), model=net, muon_split={r"blocks\.1\.up": [14, 15]})
-    spec = optimizer.specs[net.blocks[0].up.weight]
-    assert (spec.name, spec.split_by, spec.split_pattern) == ("blocks.0.up.weight", "muon_split", r"blocks\.1\.up")
-    assert [block.rows for block in spec.blocks] == [14, 15]
+    return net
 
 
 QKV = "blocks.0.qkv.weight"
@@ -212,6 +199,7 @@ QKV = "blocks.0.qkv.weight"
             ("muon_split", "conv", False),
         ),
         (Fused, {}, "qkv.weight", (None, "", True)),
+        (tied, {"muon_split": {r"s\.1\.up": Cut((14, 15))}}, "blocks.0.up.weight", ("muon_split", r"s\.1\.up", False)),
         (TinyGpt, {}, QKV, ("muon_fused", "", False)),
         (TinyGpt, {"muon_split": {"qkv": Cut(())}}, QKV, ("muon_split", "qkv", True)),
         (TinyGpt, {"per_head_muon": True}, QKV, ("per_head_muon", "", False)),
