@@ -2,12 +2,37 @@
 """What checkpoint folders hold, and whether two of them hold the same."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed.muon import CheckpointError
 from deepspeed.muon.zero.checkpoint import manifest
+
+
+def error_of(act: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Return the text of the CheckpointError that ``act(*args, **options)`` raises; "" if it raises none."""
+    try:
+        act(*args, **options)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Return the files below a folder with their contents, and its folders with ``None``."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def remove_manifests(folder: Path) -> None:
+    """Make the checkpoints below a folder those that stock DeepSpeed would have saved."""
+    for file in folder.rglob("muon_save*.json"):
+        file.unlink()
 
 
 def optimizer_states(folder: Path, ranks: int) -> list[Any]:
