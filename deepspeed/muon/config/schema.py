@@ -213,7 +213,7 @@ class MuonConfig(BaseModel):
         return self._resolve_scale()[1]
 
     def _resolve_scale(self) -> tuple[str, str]:
-        """Return (scale, reason as text)."""
+        """Return (``adjust_lr_fn`` with ``auto`` resolved, a text that says why it was chosen)."""
         # A config with ``lr`` and none of STOCK_TUNING_KEYS has AdamW's learning rate, so updates get AdamW's RMS. Any
         # of these keys, or no ``lr``, means values tuned for stock DeepSpeed's Muon.
         if self.adjust_lr_fn != "auto":

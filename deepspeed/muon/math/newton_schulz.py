@@ -63,7 +63,7 @@ def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
 
 
 def products(schedule: Schedule, method: str, dtype: str) -> Products:
-    """Return how many products of each kind one matrix takes."""
+    """Return how many matrix products of each kind Newton-Schulz takes to orthogonalize one matrix."""
     return Products(**Counter(product_order(schedule, method, dtype)))
 
 

@@ -195,8 +195,9 @@ class Bucket:
         return [tuple(group) for group in groups.values()]
 
     def spans(self, runs: Iterable[int], staged: bool) -> list[Span]:
-        """Return the spans of a group of runs, given by index; an empty list for a run on a grid. ``staged``: whether
-        their buffer is the bucket's host memory (CPU offload).
+        """Return a group of runs (their indices) as spans, neighbours joined; an empty list for a run on a grid.
+
+        ``staged``: whether their buffer is the bucket's host memory (CPU offload).
         """
         copies = [(index, self.runs[index].copy) for index in runs]
         if any(copy.rows > 1 for _, copy in copies):

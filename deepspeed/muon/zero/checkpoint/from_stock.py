@@ -191,7 +191,7 @@ def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, An
 
 
 def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], count: int) -> None:
-    """Add one rank's part of each parameter, of ``count`` equal ones; ``states``: sub-group -> its state."""
+    """Add one rank's part of each parameter; ``count``: number of ranks. ``states``: sub-group -> its state."""
     muon = {i for group in saved.groups if group["use_muon"] for i in group["params"]}
     for index, shapes in enumerate(saved.model["param_shapes"]):
         start, weights = 0, state["fp32_flat_groups"][index]
