@@ -90,8 +90,8 @@ def _halves(
     members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
         raise ValueError(
-            f"{len(unknown)} parameters (the first of shape {unknown[0]}) are not parameters of model=...; pass the model "
-            "that has them, after it was changed"
+            f"{len(unknown)} parameters (the first of shape {unknown[0]}) are not parameters of model=...; pass "
+            "the model's current parameters"
         )
     keys = [key for key in group if key not in ("params", "name", "moe")]
     own = {key: group[key] for key in keys if not is_users(key, group[key])}
