@@ -30,8 +30,9 @@ class Wide(nn.Module):
         self.down = nn.Linear(1024, 512)
         self.narrow = nn.Linear(512, 24)
         self.last = nn.Linear(24, 12)
-        if unused:  # the first shares the small ones' sub-group, which it fills, the second is alone
+        if unused:  # the first shares the small matrices' sub-group, which it fills, the second is alone
             self.unused = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(2))
+            self.spare = nn.Embedding(1024, 512)  # follows the biases in their sub-group
         initialize_(self, seed)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
