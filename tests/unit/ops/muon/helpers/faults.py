@@ -1,23 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill ranks of a training job at chosen events, restart it, and compare it with an undisturbed run.
 
-`python -m helpers.faults 4`, from the folder of the tests, prints the table of docs/evidence/checkpoints.md for four
-kills per cell.
+Events are points in the training loop, a save, the exchange, the look for gradients, or a swap to NVMe.
 """
 
+import hashlib
+import io
 import json
+import os
 import random
 import signal
-import sys
-import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from helpers import nvme
-from helpers.distributed import Pool, shutdown
-from helpers.faulty_training import STEPS, WORLD, train
+from helpers.distributed import Pool
+from helpers.engine_state import snapshot
+from helpers.models import MODELS, make_batch
+from helpers.training import ds_config, make_engine
+from helpers.worker import join
+
+STEPS, EVERY, WORLD = 9, 2, 2
+"""Steps of a run, steps between its checkpoints, ranks."""
+PARTS = 4
+"""Pieces in which a file of torch's is written, with an event between them."""
+
+
+class Trap:
+    """Count events by phase; at event `death` = (phase, n) kill this process or, with `stall`, sleep forever."""
+
+    def __init__(self, death: tuple[str, int] | None, stall: bool) -> None:
+        self.death, self.stall, self.counts = death, stall, Counter()
+
+    def event(self, phase: str) -> None:
+        at = (phase, self.counts[phase])
+        self.counts[phase] += 1
+        if at == self.death:
+            while self.stall:
+                time.sleep(60)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, owner: Any, name: str, phase: str) -> None:
+        """Count an event of `phase` before and after every call of `owner.name`."""
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.event(phase)
+            result = original(*args, **kwargs)
+            self.event(phase)
+            return result
+
+        setattr(owner, name, watched)
+
+    def set(self) -> None:
+        """Insert the events into deepspeed-muon, DeepSpeed and torch, in this process."""
+        from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+
+        from deepspeed.muon.exchange.exchange import Exchange
+        from deepspeed.muon.exchange.watchdog import PendingCollective
+
+        self.around(Exchange, "largest", "look")
+        self.around(Exchange, "_launch", "exchange")
+        self.around(PendingCollective, "wait", "exchange")
+        self.around(Path, "replace", "save")  # header, manifest and latest are put in place by it
+        swappers = [OptimizerSwapper, *_subclasses(OptimizerSwapper)]
+        for owner in swappers:
+            for name in ("swap_in_optimizer_state", "swap_out_optimizer_state"):
+                if name in vars(owner):
+                    self.around(owner, name, "swap")
+        torch.save = self._in_pieces(torch.save)
+
+    def _in_pieces(self, save: Callable) -> Callable:
+        def saving(value: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+            whole = io.BytesIO()
+            save(value, whole, *args, **kwargs)
+            size = -(-whole.tell() // PARTS)
+            with nullcontext(target) if hasattr(target, "write") else open(target, "wb") as file:
+                for part in range(PARTS):
+                    self.event("save")
+                    file.write(whole.getvalue()[part * size : (part + 1) * size])
+                    file.flush()
+            self.event("save")
+
+        return saving
+
+
+def _subclasses(owner: type) -> list[type]:
+    return [sub for one in owner.__subclasses__() for sub in (one, *_subclasses(one))]
+
+
+def train(
+    rank: int, folder: Path, case: dict[str, Any], death: tuple[str, int] | None, stall: bool, timeout: float
+) -> None:
+    """Train from `latest` on, save every `EVERY` steps and log every loss; `timeout`: of collectives, in seconds."""
+    join(timeout)
+    trap = Trap(death, stall)
+    trap.set()
+    case = json.loads(json.dumps(case).replace("SWAP", str(folder / "swap")))
+    engine = make_engine(MODELS[case.pop("model", "mlp")](), ds_config(**case))
+    if (folder / "saved" / "latest").exists():
+        engine.load_checkpoint(str(folder / "saved"))
+    first = engine.global_steps
+    _note(folder, rank, f"start {first}")
+    for step in range(first, STEPS):
+        trap.event("training")
+        loss = engine(*make_batch(engine.module, step, 0, rank, WORLD))
+        trap.event("training")
+        engine.backward(loss)
+        trap.event("training")
+        engine.step()
+        _note(folder, rank, f"step {step} {loss.item().hex()}")
+        if (step + 1) % EVERY == 0:
+            engine.save_checkpoint(str(folder / "saved"))
+            _note(folder, rank, f"saved {step + 1}")
+    digest = hashlib.sha256()
+    for name, value in sorted(snapshot(engine).items()):
+        digest.update(name.encode() + value.contiguous().numpy().tobytes())
+    _note(folder, rank, f"end {digest.hexdigest()}")
+    (folder / f"events{rank}").write_text(json.dumps(trap.counts))
+
+
+def _note(folder: Path, rank: int, line: str) -> None:
+    with (folder / f"trace{rank}").open("a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---- starts of the job --------------------------------------------------------------------------------------
 
 TIMEOUT = 20.0
 """Seconds of the process group's timeout, within which a rank must end that lost another one."""
@@ -28,11 +145,11 @@ MARGIN = 40.0
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "SWAP", "buffer_count": 4}, "sub_group_size": 200_000}
 
 
-#: (name, config, phases in which ranks are killed).
-CELLS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("2", {"stage": 2}, ("training", "save", "exchange")),
-    ("3", {"stage": 3}, ("training", "save", "exchange")),
-    ("3, optimizer on NVMe", {"stage": 3, "model": "swapped", "zero": NVME}, ("training", "save", "exchange", "swap")),
+#: (config, phases in which ranks are killed).
+CELLS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"stage": 2}, ("training", "save", "exchange")),
+    ({"stage": 3}, ("training", "save", "exchange")),
+    ({"stage": 3, "model": "swapped", "zero": NVME}, ("training", "save", "exchange", "swap")),
 ]
 
 
@@ -164,31 +281,3 @@ def _judge(
         done = {" ".join(line[:-1]) for line in read_log(folder, 0)}
         if missing := expected.lines[0].keys() - done:
             tally.problems.append(f"{where}: finished without {sorted(missing)}")
-
-
-def table(rows: list[tuple[str, str, Tally]]) -> str:
-    """Rows (stage, phase, tally) as a Markdown table."""
-    lines = ["| stage | killed during | kills | runs finished | resumed at steps | slowest attempt | wrong |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for stage, phase, tally in rows:
-        steps = ", ".join(f"{step}: {tally.resumed.count(step)}" for step in sorted(set(tally.resumed)))
-        counts = f"{tally.kills} | {tally.completed} | {steps} | {tally.slowest:.0f} s | {len(tally.problems)}"
-        lines.append(f"| {stage} | {phase} | {counts} |")
-    return "\n".join(lines)
-
-
-def main(kills: int) -> None:
-    """Print the table; the seed is fixed."""
-    rows = []
-    started = time.monotonic()
-    for name, case, phases in CELLS:
-        for phase in phases:
-            with tempfile.TemporaryDirectory() as root:
-                rows.append((name, phase, torment(Path(root), case, phase, kills, seed=1)))
-                print(rows[-1], flush=True)
-    shutdown()
-    print(table(rows), f"\n{time.monotonic() - started:.0f} s")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
