@@ -3,6 +3,7 @@
 
 import copy
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,12 @@ from deepspeed.muon import ImportStateError, MuonWithAuxAdam, import_state
 from deepspeed.muon.cli.main import main
 from deepspeed.muon.state_import import Source, write_state
 from deepspeed.muon.zero.checkpoint import from_stock
-from helpers.averages import Resting, resting
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import MODELS, train_engine
-from helpers.oracles import change_error, route
+from helpers.oracles import adam_update, change_error, clipped, gradients_of, muon_update, route
 from helpers.stock_muon import STOCK, save_stock
-from helpers.training import BF16_OPTIMIZER, PARAMS
+from helpers.training import BF16_OPTIMIZER, ORACLE, PARAMS
 from helpers.universal import ADAMW, Case, build, convert, facts
 
 NO_SCATTER = {"reduce_scatter": False}
@@ -61,7 +61,51 @@ def take_over(jobs: list[tuple[str, Case]], **extra: Any) -> list[dict[str, Any]
     return results
 
 
-def compare(expected: Resting, got: dict[str, Any], tolerance: float, label: Any, count: int = 3) -> None:
+@dataclass
+class GradientAverages:
+    """Averages of gradients (`first`) and of their squares (`second`), by name, in fp64, at constant weights."""
+
+    model: nn.Module
+    first: dict[str, Tensor] = field(default_factory=dict)
+    second: dict[str, Tensor] = field(default_factory=dict)
+
+    def observe(self, steps: int, clip: float, decay: dict[str, float], beta2: float) -> None:
+        """Average clipped gradients over ``steps`` batches; ``decay``: parameter name -> decay of the first average."""
+        params = dict(self.model.named_parameters())
+        for step in range(steps):
+            gradients, _ = clipped(gradients_of(self.model(*self.model.batch(step)), params), clip)
+            for name, gradient in gradients.items():
+                mu = decay[name]
+                self.first[name] = mu * self.first.get(name, 0 * gradient) + (1 - mu) * gradient
+                self.second[name] = beta2 * self.second.get(name, 0 * gradient) + (1 - beta2) * gradient.square()
+
+    def go_on(self, steps: int, first_step: int, count: int) -> dict[str, Tensor]:
+        """Train ``steps`` steps from these averages and return the weights; AdamW has counted ``count`` before."""
+        model, routing = copy.deepcopy(self.model), route(self.model)
+        params = dict(model.named_parameters())
+        for step in range(first_step, first_step + steps):
+            count += 1
+            gradients, _ = clipped(gradients_of(model(*model.batch(step)), params), ORACLE.clip)
+            with torch.no_grad():
+                for name, param in params.items():
+                    if routing[name] == "muon":
+                        muon_update(param, gradients[name], self.first[name], ORACLE.lr, ORACLE)
+                    else:
+                        moments = self.first[name], self.second[name]
+                        adam_update(param, gradients[name], *moments, count, ORACLE.adam_lr, ORACLE)
+        return {name: param.detach().clone() for name, param in params.items()}
+
+
+def averages(clip: float, muon: float, beta1: float) -> GradientAverages:
+    """Return the averages of the small model after three steps; ``muon`` and ``beta1``: decays of the first average."""
+    result = GradientAverages(MODELS["mlp"]().double())
+    result.observe(
+        3, clip, {name: muon if kind == "muon" else beta1 for name, kind in route(result.model).items()}, 0.95
+    )
+    return result
+
+
+def compare(expected: GradientAverages, got: dict[str, Any], tolerance: float, label: Any, count: int = 3) -> None:
     """State, step count, and the next two steps against the definition."""
     assert got["steps"] == [count] and got["count"] == 3
     for name, kind in route(expected.model).items():
@@ -77,12 +121,18 @@ def compare(expected: Resting, got: dict[str, Any], tolerance: float, label: Any
 # ---- stock's Muon ---------------------------------------------------------------------------------------------
 
 
-def check_stock(cases: list[Case], folder: Path, targets: list[Case]) -> None:
-    stock = run(save_stock, 2, fresh=True, restart=True, env=STOCK, timeout=250, cases=cases, folder=str(folder))
-    definition = resting(0.0, 0.9, 0.8)
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize(
+    ("cases", "targets"), [(SAVED_BY_STOCK, TARGETS[:2]), (SAVED_BY_STOCK[1:2] + REST, TARGETS)], ids=["first", "rest"]
+)
+def test_going_on_from_stocks_muon(cases: list[Case], targets: list[Case], tmp_path: Path) -> None:
+    """Momentum bit for bit by whatever layout it was saved; then the steps of the definition."""
+    stock = run(save_stock, 2, fresh=True, restart=True, env=STOCK, timeout=250, cases=cases, folder=str(tmp_path))
+    definition = averages(0.0, 0.9, 0.8)
     for index in range(len(cases)):
-        assert main(["import", "--from", f"{folder}/{index}/saved", "--to", f"{folder}/{index}/universal"]) == 0
-    jobs = [(str(folder / str(index)), target) for index in range(len(cases)) for target in targets]
+        assert main(["import", "--from", f"{tmp_path}/{index}/saved", "--to", f"{tmp_path}/{index}/universal"]) == 0
+    jobs = [(str(tmp_path / str(index)), target) for index in range(len(cases)) for target in targets]
     for job, got in enumerate(run(take_over, 3, timeout=250, jobs=jobs)[0]):
         case = cases[job // len(targets)]
         scale = 64 if case.get("dtype") == "fp16" else 1
@@ -95,19 +145,6 @@ def check_stock(cases: list[Case], folder: Path, targets: list[Case]) -> None:
         half = "dtype" in case
         # Stock's wrapper of stage 0 in bf16 makes a step with zero gradients when it is built.
         compare(definition, got, 2e-2 if half else 1e-5, case, 4 if half and case["stage"] == 0 else 3)
-
-
-@pytest.mark.full
-def test_going_on_from_stocks_muon(tmp_path: Path) -> None:
-    """To stages 1 and 3, momentum bit for bit by whatever layout it was saved; then the steps of the definition."""
-    check_stock(SAVED_BY_STOCK, tmp_path, TARGETS[:2])
-
-
-@pytest.mark.full
-@pytest.mark.time_limit(900)
-def test_going_on_from_stocks_muon_saved_otherwise(tmp_path: Path) -> None:
-    """The other stages, to 3, and precisions."""
-    check_stock(SAVED_BY_STOCK[1:2] + REST, tmp_path, TARGETS)
 
 
 def outcome(folder: str, universal: bool, params: dict[str, Any], stage: int = 2) -> tuple[str, list[str]]:
@@ -243,7 +280,7 @@ def test_going_on_from_adamw(tmp_path: Path) -> None:
     for index in range(len(cases)):
         convert(tmp_path / str(index), inject=True)
     jobs = [(str(tmp_path / str(index)), target) for index in range(len(cases)) for target in TARGETS]
-    definition = resting(1.0, 0.8, 0.8)
+    definition = averages(1.0, 0.8, 0.8)
     for job, got in enumerate(run(take_over, 3, jobs=jobs)[0]):
         before = saved[job // len(TARGETS)]
         for key, state in got["states"].items():
@@ -310,7 +347,7 @@ def test_going_on_from_a_state_dict(case: Case, convention: str) -> None:
     for name, momentum in source.items():
         expected = momentum if convention == "ema" else momentum * (1.0 - 0.9)
         assert result["states"][f"{name}.momentum_buffer"].equal(expected), name
-    compare(resting(0.0, 0.9, 0.8), result, 1e-5, convention)
+    compare(averages(0.0, 0.9, 0.8), result, 1e-5, convention)
     assert "pass exactly one name per parameter" in errors[0] and "nothing: the model has no such" in errors[1]
     assert "in the state_dict and [" in errors[2] and json.dumps(errors)
     assert "does not name its 5 parameters, so those of equal shape could be mixed up" in errors[3]
