@@ -14,9 +14,8 @@ import torch
 from deepspeed.muon import CheckpointError
 from deepspeed.muon.patch import replaced
 from deepspeed.muon.zero.checkpoint import durable, manifest, safe_load, save_load
-from helpers.checkpoints import error_of, remove_manifests
+from helpers.checkpoints import error_of
 from helpers.distributed import run
-from helpers.engine_state import differing, snapshot
 from helpers.logs import logged
 from helpers.models import MODELS, initialize_, train_engine
 from helpers.training import ds_config, fresh_engine, make_engine
@@ -158,48 +157,6 @@ def said_of_manifests(act: Any) -> list[str]:
     with logged() as said:
         act()
     return [text for text in said if "manifest" in text]
-
-
-FOLLOWERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"stage": 0}, {"stage": 0}),
-    ({"stage": 1}, {"stage": 2}),
-    ({"stage": 3, "dtype": "bf16"}, {"stage": 3, "dtype": "bf16"}),
-    (
-        {"stage": 2, "dtype": "fp16", "fp16": {"enabled": True}},
-        {"stage": 2, "dtype": "fp16", "fp16": {"enabled": True}},
-    ),
-]
-"""(saved as, loaded as)"""
-
-
-def load_without_manifest(folder: str) -> list[tuple[list[str], list[str]]]:
-    """By follower: what differs after loading a checkpoint whose manifests are gone, and what the log says."""
-    import torch.distributed as dist
-
-    results = []
-    for number, (saved, loaded) in enumerate(FOLLOWERS):
-        place = Path(folder) / str(number)
-        engine = fresh_engine(0, saved)
-        train_engine(engine, 2)
-        engine.save_checkpoint(str(place))
-        expected = snapshot(engine)
-        engine.destroy()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            remove_manifests(place)
-        dist.barrier()
-        other = fresh_engine(7, loaded)
-        lines = said_of_manifests(lambda other=other, place=place: other.load_checkpoint(str(place)))
-        results.append((differing(expected, snapshot(other)), lines))
-        other.destroy()
-    return results
-
-
-def test_a_checkpoint_without_manifest_loads_with_a_word(tmp_path: Path) -> None:
-    first, second = run(load_without_manifest, 2, folder=str(tmp_path))
-    assert [changed for changed, _ in first + second] == [[]] * 2 * len(FOLLOWERS)
-    assert all(len(lines) == 1 and "is not verified" in lines[0] for _, lines in first)
-    assert all(lines == [] for _, lines in second)
 
 
 def save_and_load_with_a_users_object(folder: str, stage: int) -> tuple[str, Any]:
