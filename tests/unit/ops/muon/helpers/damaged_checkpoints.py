@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.checkpoints import remove_manifests
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, Mlp, train_engine
 from helpers.training import ds_config, make_engine
@@ -58,12 +59,6 @@ def swap(first: Path, second: Path) -> None:
     second.write_bytes(kept)
 
 
-def forget(folder: Path) -> None:
-    """Remove header and manifests, as if stock DeepSpeed had saved the checkpoint."""
-    for file in folder.glob("muon_save*.json"):
-        file.unlink()
-
-
 def interrupt(folder: Path) -> None:
     """Replace the header, as a save over this tag does that is killed right after it."""
     file = folder / "muon_save.json"
@@ -72,7 +67,7 @@ def interrupt(folder: Path) -> None:
 
 def unverified(damage: Callable[[Path], Any]) -> Callable[[Path], Any]:
     def act(folder: Path) -> None:
-        forget(folder)
+        remove_manifests(folder)
         damage(folder)
 
     return act
