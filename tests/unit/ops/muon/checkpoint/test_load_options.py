@@ -132,7 +132,7 @@ UNVERIFIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"stage": 2, "dtype": "fp16", "fp16": {"enabled": True}},
         {"stage": 2, "dtype": "fp16", "fp16": {"enabled": True}},
     ),
-    *((case, case) for case in (*CASES[1:], {"stage": 1})),
+    *((case, case) for case in (*CASES[1:4], CASES[5], {"stage": 1})),
 ]
 
 
@@ -211,18 +211,6 @@ def test_what_a_load_keeps_and_what_a_tool_leaves_out_is_logged(tmp_path: Path) 
 # ---- a universal checkpoint, damaged for one rank ----------------------------------------------------------
 
 
-def refused(folder: str) -> tuple[str, list[str]]:
-    """The error of a load, and what it has changed."""
-    engine = build({"stage": 2}, 7, checkpoint={"load_universal": True})
-    train_engine(engine, 1)
-    before = snapshot(engine)
-    with pytest.raises(ValueError) as error:
-        engine.load_checkpoint(folder, tag="universal")
-    result = str(error.value), differing(before, snapshot(engine))
-    engine.destroy()
-    return result
-
-
 def save_one(folder: str) -> dict[str, Any]:
     engine = build({"stage": 2}, 0)
     train_engine(engine, 1)
@@ -233,39 +221,52 @@ def save_one(folder: str) -> dict[str, Any]:
     return result
 
 
-def load_one(folder: str) -> dict[str, Any]:
-    engine = build({"stage": 3}, 7, checkpoint={"load_universal": True})
-    engine.load_checkpoint(folder, tag="universal", load_optimizer_states=False)
-    engine.load_checkpoint(folder, tag="universal")
-    result = facts(engine)
-    engine.destroy()
-    return result
-
-
-@pytest.mark.parametrize("damage", ["cut", "longer", "gone"])
-def test_a_damaged_universal_checkpoint_is_refused_on_all_ranks(damage: str, tmp_path: Path) -> None:
-    run(save_one, 2, folder=str(tmp_path))
-    convert(tmp_path)
-    file = tmp_path / "universal" / "zero" / "layers.3.weight" / "exp_avg.pt"
+def damage_universal(file: Path, damage: str) -> None:
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-200])
     elif damage == "longer":
         torch.save({"param": torch.zeros(1000)}, file)
     else:
         file.unlink()
-    for text, changed in run(refused, 2, folder=str(tmp_path)):
-        assert "layers.3.weight/exp_avg.pt" in text
-        assert changed == []
 
 
-def test_a_rate_of_numpys_and_a_folder_without_latest(tmp_path: Path) -> None:
+def load_damaged_and_whole(folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
+    """The errors of loads of damaged files, what they change, and what a load of the whole checkpoint gives."""
+    file = Path(folder, "universal", "zero", "layers.3.weight", "exp_avg.pt")
+    whole, errors, changed = file.read_bytes(), [], []
+    engine = build({"stage": 3}, 7, checkpoint={"load_universal": True})
+    train_engine(engine, 1)
+    before = snapshot(engine)
+    for damage in ("cut", "longer", "gone"):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damage_universal(file, damage)
+        dist.barrier()
+        with pytest.raises(ValueError) as error:
+            engine.load_checkpoint(folder, tag="universal")
+        errors.append(str(error.value))
+        changed += differing(before, snapshot(engine))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(whole)
+    dist.barrier()
+    engine.load_checkpoint(folder, tag="universal", load_optimizer_states=False)
+    engine.load_checkpoint(folder, tag="universal")
+    result = errors, changed, facts(engine)
+    engine.destroy()
+    return result
+
+
+def test_a_damaged_universal_checkpoint_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Whole, it loads exactly: a rate of numpy's too, and without a file `latest`."""
     saved = run(save_one, 2, folder=str(tmp_path))[0]
     convert(tmp_path)
     (tmp_path / "latest").unlink()
-    loaded = run(load_one, 2, folder=str(tmp_path))[0]
-    assert differing(loaded["weights"], saved["weights"]) == []
-    assert differing(loaded["states"], saved["states"]) == []
-    assert loaded["settings"][0]["lr"] == 0.01
+    for errors, changed, loaded in run(load_damaged_and_whole, 2, folder=str(tmp_path)):
+        assert all("layers.3.weight/exp_avg.pt" in text for text in errors) and changed == []
+        assert differing(loaded["weights"], saved["weights"]) == []
+        assert differing(loaded["states"], saved["states"]) == []
+        assert loaded["settings"][0]["lr"] == 0.01
 
 
 # ---- files and counts ---------------------------------------------------------------------------------------

@@ -120,20 +120,6 @@ def test_every_pair_of_stages_and_precisions(tmp_path: Path) -> None:
             assert all(torch.tensor(after["losses"]).isfinite())
 
 
-@pytest.mark.full
-def test_pairs_of_stages(tmp_path: Path) -> None:
-    """A sample of the above: across the stages, and from half precision to fp32 and back."""
-    cases: list[Case] = [{"stage": 1}, {"stage": 3, "dtype": "bf16"}, BF16_OPTIMIZER]
-    saved = run(save_all, 2, cases=cases, folder=str(tmp_path))[0]
-    for index in range(len(cases)):
-        convert(tmp_path / str(index))
-    jobs = [
-        (str(tmp_path / str(index)), case) for index in range(3) for case in (*cases, {"stage": 2, "offload": True})
-    ]
-    for job, ((folder, case), after) in enumerate(zip(jobs, run(load_all, 3, jobs=jobs, steps=1)[0], strict=True)):
-        assert restored(saved[job // 4], after) == [], (folder, case)
-
-
 # ---- without a universal checkpoint, and what is said of one ------------------------------------------------
 
 
