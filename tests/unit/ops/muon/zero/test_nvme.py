@@ -46,51 +46,44 @@ def train_all(cases: list[dict[str, Any]], folder: str, steps: int = 2, **config
     return results
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_training_equals_that_on_the_cpu(dtype: str, tmp_path: Path) -> None:
-    """Two micro-steps a step; parameters alone on NVMe too."""
-    cases = [ON_CPU, *SWAPPED, ON_CPU | {"params": "nvme"}]
-    settings = {"folder": str(tmp_path), "dtype": dtype, "accumulation": 2}
-    for (losses, wanted), *others in run(train_all, 2, cases=cases, **settings):
+CLIPPED = with_params(qk_clip={"tau": 0.02, "logits": "sampled"})
+ON_NVME_TOO = [ON_CPU, *SWAPPED, ON_CPU | {"params": "nvme"}]
+STAYING = [ON_CPU, {"stays": True}, {"stays": True, "pipelined": True}]
+#: Engines that train alike, the first of them without NVMe, and the settings of all.
+ALIKE: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "cpu": (ON_NVME_TOO, {"accumulation": 2}),
+    "cpu, bf16": (ON_NVME_TOO, {"accumulation": 2, "dtype": "bf16"}),
+    # Without clipping: DeepSpeed adds up the norm in another order under offload, to the CPU as well.
+    "no offload": ([{"device": "none"}, {}, {"pipelined": True}], {"accumulation": 2, "clip": 0.0}),
+    "int8, bf16": (STAYING, {"dtype": "bf16", "optimizer": MOMENTA["int8"], "steps": 3}),
+    "bf16": (STAYING, {"optimizer": MOMENTA["bf16"], "steps": 3}),
+    "bf16, bf16": (STAYING, {"dtype": "bf16", "optimizer": MOMENTA["bf16"], "steps": 3}),
+    "QK-clip, plain": ([ON_CPU, {}], {"optimizer": CLIPPED, "attention": True, "steps": 3}),
+    "no gradient, plain": ([ON_CPU, {}], {"unused": True}),
+    "int8": (STAYING, {"optimizer": MOMENTA["int8"], "steps": 3}),
+    "QK-clip": ([ON_CPU, {"pipelined": True}], {"optimizer": CLIPPED, "attention": True, "steps": 3}),
+    "no gradient": ([ON_CPU, {"pipelined": True}], {"unused": True}),
+}
+OFTEN = ("int8", "QK-clip", "no gradient")
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[pytest.mark.full] * (title not in OFTEN)) for title in ALIKE]
+)
+def test_training_equals_that_in_memory(title: str, tmp_path: Path) -> None:
+    """Parameters without a gradient get none of another tensor; a momentum that is rounded stays in memory."""
+    cases, settings = ALIKE[title]
+    for (losses, wanted), *others in run(train_all, 2, cases=cases, folder=str(tmp_path), **settings):
         assert len(set(losses)) == len(losses)
         for case, (got_losses, got) in zip(cases[1:], others, strict=True):
             assert got_losses == losses, case
             assert differing(got, wanted) == [], case
 
 
-@pytest.mark.full
-def test_training_equals_that_without_offload(tmp_path: Path) -> None:
-    """Without clipping: DeepSpeed adds up the norm in another order under offload, to the CPU as well."""
-    cases: list[dict[str, Any]] = [{"device": "none"}, {}, {"pipelined": True}]
-    settings = {"folder": str(tmp_path), "accumulation": 2, "clip": 0.0}
-    for (losses, wanted), *others in run(train_all, 2, cases=cases, **settings):
-        for case, (got_losses, got) in zip(cases[1:], others, strict=True):
-            assert got_losses == losses, case
-            assert differing(got, wanted) == [], case
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("momentum_dtype", ["int8", "bf16"])
-def test_a_rounded_momentum_stays_in_memory(momentum_dtype: str, dtype: str, tmp_path: Path) -> None:
-    cases = [ON_CPU, {"stays": True}, {"stays": True, "pipelined": True}]
-    settings = {"dtype": dtype, "optimizer": MOMENTA[momentum_dtype]}
-    for (losses, wanted), *others in run(train_all, 2, cases=cases, folder=str(tmp_path), steps=3, **settings):
-        for case, (got_losses, got) in zip(cases[1:], others, strict=True):
-            assert got_losses == losses and differing(got, wanted) == [], case
-
-
-@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
-def test_heads_are_clipped_there_too(pipelined: bool, tmp_path: Path) -> None:
-    clipped, plain = (
-        with_params(**clip) for clip in ({"qk_clip": {"tau": 0.02, "logits": "sampled"}}, {"nesterov": True})
-    )
-    cases = [{**ON_CPU, "optimizer": clipped}, {"pipelined": pipelined, "optimizer": clipped}]
-    cases += [{**ON_CPU, "optimizer": plain}]
-    for wanted, got, other in run(train_all, 2, cases=cases, folder=str(tmp_path), steps=3, attention=True):
-        assert got[0] == wanted[0] and differing(got[1], wanted[1]) == []
-        assert "qkv.weight" in differing(other[1], wanted[1])
+def test_heads_are_clipped_in_the_test_above(tmp_path: Path) -> None:
+    cases = [ON_CPU | {"optimizer": optimizer} for optimizer in (CLIPPED, with_params())]
+    for (_, clipped), (_, plain) in run(train_all, 2, cases=cases, folder=str(tmp_path), steps=3, attention=True):
+        assert "qkv.weight" in differing(clipped, plain)
 
 
 @pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
@@ -148,15 +141,7 @@ def test_what_lies_in_files(tmp_path: Path) -> None:
             ], case
 
 
-# ---- gradients that are missing or bad --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.full), True])
-def test_parameters_without_a_gradient_get_none_of_another_tensor(pipelined: bool, tmp_path: Path) -> None:
-    """One is alone in its sub-group, one shares it."""
-    cases = [ON_CPU, {"pipelined": pipelined}]
-    wanted, got = run(train_all, 2, cases=cases, folder=str(tmp_path), unused=True)[0]
-    assert got[0] == wanted[0] and differing(got[1], wanted[1]) == []
+# ---- gradients that are bad ------------------------------------------------------------------------------
 
 
 def train_through(cases: list[dict[str, Any]], folder: str) -> list[Any]:
@@ -255,9 +240,6 @@ COUNTS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"optimizer": ALL_MUON}, READ | WRITE, 9),
 ]
 
-ALWAYS = (0, 3, 5, 7)
-"""Those that are not left to the full suite."""
-
 
 def attempt(folder: str, offload: dict[str, Any], **config: Any) -> str | None:
     """What initialize, or two steps, come to; `None` if they go well."""
@@ -287,7 +269,7 @@ def count(folder: str, offload: dict[str, Any], needed: int, **config: Any) -> l
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("settings", "offload", "needed"),
-    [pytest.param(*case, marks=[pytest.mark.full] * (index not in ALWAYS)) for index, case in enumerate(COUNTS)],
+    COUNTS,
     ids=str,
 )
 def test_the_least_buffer_count_works(
