@@ -42,19 +42,24 @@ def named_states(engine: Any) -> dict[str, Tensor]:
     return states
 
 
+def master_weights(engine: Any) -> dict[str, Tensor]:
+    """Return parameter -> copy of its whole fp32 weight, by DeepSpeed's public getter; a collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {spec.name: safe_get_full_fp32_param(p).clone() for p, spec in engine.basic_optimizer.specs.items()}
+
+
 def snapshot(engine: Any) -> dict[str, Tensor]:
     """Return copies of weights, master weights, states and step counts; a collective.
 
     At stage 3 only what is found by parameter name, because padding in flat tensors has arbitrary values.
     """
-    from deepspeed.utils import safe_get_full_fp32_param
-
     result = {f"weight {name}": weight for name, weight in full_weights(engine.module).items()}
     entries = local_states(engine)
     result |= {f"{index} step": entry.pop("step") for index, entry in enumerate(entries)}
     if engine.zero_optimization_stage() == 3:
-        masters = {spec.name: safe_get_full_fp32_param(p) for p, spec in engine.basic_optimizer.specs.items()}
-        return result | named_states(engine) | {f"{name} master": tensor.clone() for name, tensor in masters.items()}
+        masters = {f"{name} master": weight for name, weight in master_weights(engine).items()}
+        return result | named_states(engine) | masters
     for index, (tensor, entry) in enumerate(zip(flat_tensors(engine), entries, strict=True)):
         result |= {f"{index} master": tensor.detach().clone()} | {f"{index} {k}": v for k, v in entry.items()}
     return result

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers import distributed
+from helpers.engine_state import master_weights
 from helpers.extensions import ASYNC_IO
 from helpers.models import GLOBAL_BATCH, full_weights, initialize_
 from helpers.training import ds_config, make_engine
@@ -117,9 +118,7 @@ def files_of(folder: str, rank: int) -> dict[str, int]:
 
 def weights_of(engine: Any) -> dict[str, Tensor]:
     """Return copies of the model's weights and the master weights, by name."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    masters = {f"{s.name} master": safe_get_full_fp32_param(p).clone() for p, s in engine.basic_optimizer.specs.items()}
+    masters = {f"{name} master": weight for name, weight in master_weights(engine).items()}
     return full_weights(engine.module) | masters
 
 

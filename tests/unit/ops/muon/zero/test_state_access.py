@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from helpers.distributed import run
-from helpers.engine_state import differing, named_states, snapshot
+from helpers.engine_state import differing, master_weights, named_states, snapshot
 from helpers.logs import logged
 from helpers.models import MODELS, initialize_, make_batch, train_engine
 from helpers.training import BF16_OPTIMIZER, ds_config, fresh_engine, make_engine
@@ -35,13 +35,6 @@ KEPT = {"momentum_buffer": 0.9, "exp_avg": 0.9, "exp_avg_sq": 0.95, None: 1.0}
 # ---- by name ----------------------------------------------------------------------------------------------
 
 
-def masters(engine: Any) -> dict[str, Tensor]:
-    """The fp32 weights by name, through DeepSpeed's public function; a collective."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    return {spec.name: safe_get_full_fp32_param(p).clone() for p, spec in engine.basic_optimizer.specs.items()}
-
-
 def set_and_step(cases: list[dict[str, Any]]) -> list[dict[str, tuple[Tensor, Tensor, Tensor]]]:
     """By case and state: what was set, what was found, what a step left of it."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
@@ -62,9 +55,9 @@ def set_and_step(cases: list[dict[str, Any]]) -> list[dict[str, tuple[Tensor, Te
                     safe_set_full_fp32_param(param, value)
                 else:
                     safe_set_full_optimizer_state(param, value, key)
-        found = named_states(engine) | {f"{name}.None": value for name, value in masters(engine).items()}
+        found = named_states(engine) | {f"{name}.None": value for name, value in master_weights(engine).items()}
         train_engine(engine, 1, first_step=1)
-        left = named_states(engine) | {f"{name}.None": value for name, value in masters(engine).items()}
+        left = named_states(engine) | {f"{name}.None": value for name, value in master_weights(engine).items()}
         results.append({name: (wanted[name], found[name].cpu(), left[name].cpu()) for name in wanted})
         engine.destroy()
     return results
@@ -130,7 +123,9 @@ def move_and_go_on(case: dict[str, Any], folder: str) -> list[str]:
             assert not pin_memory or (before != places(moved)) == is_moved, include
             moved.offload_states(include=include, pin_memory=pin_memory)  # a second time: nothing to do
             moved.save_checkpoint(f"{folder}/{index}", tag="away")
-            wrong = differing(masters(moved), masters(still)) + differing(named_states(moved), named_states(still))
+            wrong = differing(master_weights(moved), master_weights(still)) + differing(
+                named_states(moved), named_states(still)
+            )
             moved.reload_states()
             wrong += differing(snapshot(moved), snapshot(still)) + differing(named_states(moved), named_states(still))
             for engine in engines:
