@@ -1,158 +1,363 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes while it goes on: DeepSpeed's monitor, its timers and its communication log."""
+"""What a run writes while it goes on: records by DeepSpeed's monitor, its timers and its communication log."""
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.muon import step_stats
+from deepspeed.muon.step_stats import SIZES, Sample, StepStats, label, values_of
+from deepspeed.muon.zero import monitor
+from deepspeed.muon.zero.consensus import agree, raise_on_all_ranks
+from helpers import nvme, tensor_parallel
 from helpers.attention import untrained_logits
 from helpers.distributed import run
-from helpers.models import MODELS, Mlp, train_engine
-from helpers.records import monitored, of_parameters, records
+from helpers.engine_state import differing
+from helpers.experts import WithExperts, spread_model
+from helpers.models import MODELS, Mlp, fused_parts, train_engine
+from helpers.oracles import SCALES, newton_schulz_fp64, route, train_oracle
+from helpers.parity import SHAPES
+from helpers.pipelines import train_pipeline
+from helpers.records import monitored, of_parameters, records, sections
 from helpers.rules import RULES
-from helpers.training import BF16_OPTIMIZER, PARAMS, ds_config, fp32_weights, make_engine
+from helpers.training import BF16_OPTIMIZER, ORACLE, PARAMS, ds_config, fp32_weights, make_engine, train_on_gradients
 
-NAMES = {
-    "grad_norm",
-    "matrices_without_gradient",
-    "update_rms_muon",
-    "update_rms_adamw",
-    "lr_muon",
-    "lr_adamw",
-    "step_ms",
-}
-PHASES = {"prepare_ms", "exchange_ms", "newton_schulz_ms", "apply_ms", "adamw_ms"}
-MATRICES = [f"layers.{i}.weight" for i in range(5)]
+CAUTIOUS = RULES["cautious"]
 
 
-def write_logits(folder: str) -> None:
-    """Rank 0 leaves the records of two steps with QK-clip in the folder."""
-    engine = make_engine(MODELS["gpt"](), monitored(folder, 1, {"qk_clip": {}}))
-    train_engine(engine, 2)
-    engine.destroy()
-
-
-def write_records(folder: str, interval: int = 2, steps: int = 4, **config: Any) -> dict[str, Any]:
-    """What the weights did in every step, and the gradient norms; rank 0 leaves its records in the folder."""
-    engine = make_engine(Mlp(), monitored(folder, interval, **config))
-    norms, changes, weights = [], [], []
+def train(
+    folder: str, interval: int = 1, steps: int = 3, model: str = "mlp", params: Mapping[str, Any] = {}, **config: Any
+) -> tuple[list[dict[str, Tensor]], list[Any]]:
+    """Weights at first and after every step, and the gradient norms; rank 0 leaves its records in the folder."""
+    engine, norms = make_engine(MODELS[model](), monitored(folder, interval, params, **config)), []
+    weights = [fp32_weights(engine)]
     for step in range(steps):
-        before = fp32_weights(engine)
         train_engine(engine, 1, first_step=step)
-        after = fp32_weights(engine)
-        changes.append({name: after[name] - before[name] for name in after})
-        weights.append(before)
+        weights.append(fp32_weights(engine))
         norms.append(engine.get_global_grad_norm())
     engine.destroy()
-    return {"norms": norms, "changes": changes, "weights": weights}
+    return weights, norms
 
 
-def rms(tensors: list[torch.Tensor]) -> float:
-    total = sum(float(t.double().square().sum()) for t in tensors)
-    return math.sqrt(total / sum(t.numel() for t in tensors))
+# ---- records tell what happened -------------------------------------------------------------------------------
 
-
-def test_records_tell_the_largest_logits(tmp_path: Path) -> None:
-    """Of all heads and ranks, by layer."""
-    run(write_logits, 2, folder=str(tmp_path))
-    found = records(tmp_path)
-    for layer, heads in enumerate(untrained_logits()):
-        (_, first), (_, second) = found[f"max_logit_blocks.{layer}"]
-        assert first == pytest.approx(max(heads), rel=1e-5) != second
-
-
+PHASES = {"prepare_ms", "exchange_ms", "newton_schulz_ms", "apply_ms", "adamw_ms"}
+NAMES = {
+    *("matrices_without_gradient", "update_rms_muon", "update_rms_adamw", "lr_muon", "lr_adamw", "step_ms"),
+    *PHASES,
+}
+MATRICES = [f"layers.{i}.weight" for i in range(5)]
 CASES = [{"stage": 0}, {"stage": 1}, {"stage": 2, "offload": True}, {"stage": 3}, {"stage": 3, "dtype": "bf16"}]
 CASES += [BF16_OPTIMIZER, {"stage": 2, "dtype": "fp16"}]
+
+
+def rms(tensors: list[Tensor]) -> float:
+    total = sum(float(t.double().square().sum()) for t in tensors)
+    return math.sqrt(total / sum(t.numel() for t in tensors))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_records_tell_what_happened(case: dict[str, Any], tmp_path: Path) -> None:
     """Without decay the size of the updates is that of the weights' change, of each matrix too."""
-    result = run(write_records, 2, folder=str(tmp_path), **case)[0]
+    weights, norms = run(train, 2, folder=str(tmp_path), interval=2, steps=4, **case)[0]
     found = records(tmp_path)
-    missing = {"grad_norm"} if case["stage"] == 0 else set()  # DeepSpeed keeps none there
-    assert set(found) - set(of_parameters(found)) == (NAMES | PHASES | {"record_ms"}) - missing
+    names = NAMES | ({"grad_norm"} if case["stage"] else set())  # at stage 0 DeepSpeed keeps none
+    assert set(found) - set(of_parameters(found)) == names | {"record_ms"}
     assert {name for name in found if name.startswith("update_to")} == {f"update_to_weight_{name}" for name in MATRICES}
     assert [samples for samples, _ in found["update_rms_muon"]] == [2 * 48, 4 * 48]
     for index, step in enumerate((1, 3)):
-        value = {name: found[name][index][1] for name in (NAMES | PHASES) - missing}
-        change = result["changes"][step].values()
-        assert value["update_rms_muon"] == pytest.approx(rms([d / 0.02 for d in change if d.ndim == 2]), rel=1e-3)
-        assert value["update_rms_adamw"] == pytest.approx(rms([d / 1e-3 for d in change if d.ndim == 1]), rel=1e-3)
-        assert (value["lr_muon"], value["lr_adamw"]) == (0.02, 1e-3)
-        assert missing or value["grad_norm"] == pytest.approx(float(result["norms"][step]))
+        value = {name: found[name][index][1] for name in names}
+        change = {name: weights[step + 1][name] - weights[step][name] for name in weights[step]}
+        for half, ndim, lr in (("muon", 2, 0.02), ("adamw", 1, 1e-3)):
+            assert value[f"update_rms_{half}"] == pytest.approx(
+                rms([d / lr for d in change.values() if d.ndim == ndim]), rel=1e-3
+            )
+            assert value[f"lr_{half}"] == lr
+        assert "grad_norm" not in value or value["grad_norm"] == pytest.approx(float(norms[step]))
         for name in MATRICES:
-            ratio = rms([result["changes"][step][name]]) / rms([result["weights"][step][name]])
+            ratio = rms([change[name]]) / rms([weights[step][name]])
             assert found[f"update_to_weight_{name}"][index][1] == pytest.approx(ratio, rel=1e-3), name
         assert value["step_ms"] > sum(value[name] for name in PHASES) > 0
 
 
-def test_an_interval_of_zero_writes_nothing(tmp_path: Path) -> None:
-    run(write_records, 2, folder=str(tmp_path), interval=0)
-    assert records(tmp_path) == {}
+def test_records_tell_the_largest_logits(tmp_path: Path) -> None:
+    """Of all heads and ranks, by layer."""
+    run(train, 2, folder=str(tmp_path), model="gpt", params={"qk_clip": {}})
+    for layer, heads in enumerate(untrained_logits()):
+        (_, first), (_, second), _ = records(tmp_path)[f"max_logit_blocks.{layer}"]
+        assert first == pytest.approx(max(heads), rel=1e-5) != second
 
 
-def train_weights(folder: str, interval: int, stage: int, rule: str) -> dict[str, torch.Tensor]:
-    engine = make_engine(Mlp(), monitored(folder, interval, RULES[rule][0] if rule else {}, stage=stage))
+@cache
+def expected(steps: int) -> list[dict[str, float]]:
+    """By step, what records of a TinyGpt with cautious decay should say of every matrix, from whole matrices.
+
+    Of a parameter that is several, the sampled one is the first.
+    """
+    net, weights = MODELS["gpt"](), []
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def orthogonalize(matrix: Tensor) -> Tensor:
+        found.append((matrix.clone(), newton_schulz_fp64(matrix)))
+        return found[-1][1]
+
+    def observe(model: nn.Module, batch: tuple[Tensor, ...]) -> Callable[[], None]:
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        return lambda: None
+
+    config = replace(ORACLE, **CAUTIOUS[1], orthogonalize=orthogonalize, observe=observe)
+    routing, parts = route(net, ("tokens", "positions", "lm_head")), fused_parts(net)
+    train_oracle(net, net.batch, steps, routing, config, parts=parts)
+    by_step, results = [], iter(found)
+    for before in weights:
+        step: dict[str, float] = {}
+        for name in (name for name, half in routing.items() if half == "muon"):
+            pieces = [before[name].reshape(-1)[part] for part in parts[name]] if name in parts else [before[name]]
+            taken = [next(results) for _ in pieces]
+            updates = [SCALES[config.scale](*out.shape) * out for _, out in taken]
+            step[f"update_to_weight_{name}"] = config.lr * rms(updates) / rms(pieces)
+            acts = torch.cat([(w * u >= 0).flatten() for w, u in zip(pieces, updates, strict=True)])
+            step[f"cautious_decay_{name}"] = float(acts.double().mean())
+            singular, of_result = (torch.linalg.svdvals(x.double()).square() for x in taken[0])
+            step[f"effective_rank_{name}"] = float(singular.sum() ** 2 / singular.square().sum())
+            step[f"orthogonality_error_{name}"] = rms([of_result - 1])
+        by_step.append(step)
+    return by_step
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [(1, {"stage": 0}), (2, {"stage": 0}), (2, {"stage": 1}), (3, {"stage": 2, "offload": True}), (2, {"stage": 3})],
+    ids=str,
+)
+def test_records_equal_the_oracle(world: int, case: dict[str, Any], tmp_path: Path) -> None:
+    run(train, world, folder=str(tmp_path), steps=5, model="gpt", params=CAUTIOUS[0], **case)
+    found, steps = of_parameters(records(tmp_path)), expected(5)
+    always = [name for name in steps[0] if name.startswith(("update", "cautious"))]
+    assert [len(found[name]) for name in always] == [5] * len(always)
+    assert len(found.keys() - set(always)) == 2 * 5, "another parameter in every step"
+    for name, rows in found.items():
+        for samples, value in rows:
+            tolerance = {"abs": 0.004} if name.startswith("cautious") else {"rel": 2e-3}  # signs of tiny elements
+            assert value == pytest.approx(steps[samples // 48 - 1][name], **tolerance), (name, samples)
+
+
+# ---- the same however the model is sharded --------------------------------------------------------------------
+
+
+def write_on_gradients(**config: Any) -> None:
+    train_on_gradients(SHAPES, 6, clip=0.0, **config)
+
+
+def write_pipeline(stages: int, **config: Any) -> None:
+    train_pipeline("untied", stages, steps=3, **config)
+
+
+def write_tensor_parallel(tp: int, **config: Any) -> None:
+    tensor_parallel.train("llama", tp, 2, stage=2, **config)
+
+
+def write_experts(stage: int, **config: Any) -> None:
+    """At stage 2 the experts are spread over the ranks."""
+    engine = make_engine(spread_model() if stage else WithExperts(False), ds_config(stage=stage, **config))
     train_engine(engine, 3)
-    weights = fp32_weights(engine)
     engine.destroy()
-    return weights
+
+
+def write_swapped(device: str, swap: str, **config: Any) -> None:
+    engine = nvme.nvme_engine(folder=swap, device=device, **config)
+    train_engine(engine, 2)
+    engine.destroy()
+
+
+COLUMNS = CAUTIOUS[0] | {"muon_split": {"layers.3": {"sizes": [30, 35], "axis": 1}}}
+EXPERTS = "update_to_weight_layer.deepspeed_moe.experts.deepspeed_experts.all."
+#: A job, optimizer.params, the beginning of the names that are compared, how many there are, and the ranks and
+#: arguments of several runs.
+SHARDED: dict[str, tuple[Callable[..., None], dict[str, Any], str, int, list[tuple[int, dict[str, Any]]]]] = {
+    "stages": (
+        *(write_on_gradients, COLUMNS, "", 4 * len(SHAPES)),
+        [(world, {"stage": stage}) for stage, world in ((0, 1), (0, 2), (1, 2), (2, 4), (3, 2), (3, 4))],
+    ),
+    "pipeline": (write_pipeline, {"qk_clip": {}}, "", 16, [(1, {"stages": 1}), (2, {"stages": 2})]),
+    "tensor parallelism": (write_tensor_parallel, {}, "", 2 * 7 + 4, [(1, {"tp": 1}), (2, {"tp": 2})]),
+    "experts": (write_experts, {}, EXPERTS, 2, [(1, {"stage": 0}), (2, {"stage": 2})]),
+    "NVMe": (write_swapped, CAUTIOUS[0], "", 12, [(2, {"device": device}) for device in ("cpu", "nvme")]),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_the_same_values_whatever_the_sharding(name: str, tmp_path: Path) -> None:
+    job, params, beginning, count, runs = SHARDED[name]
+    runner, extra = (nvme.run, {"swap": str(tmp_path)}) if name == "NVMe" else (run, {})
+    found = []
+    for index, (world, how) in enumerate(runs):
+        folder = tmp_path / str(index)
+        runner(job, world, **sections(str(folder), 1, params), **how, **extra)
+        rows = of_parameters(records(folder))
+        found.append({key: values for key, values in rows.items() if key.startswith(beginning)})
+    assert len(found[0]) == count
+    for (world, how), others in zip(runs, found, strict=True):
+        assert others.keys() == found[0].keys(), (world, how)
+        for key, values in found[0].items():
+            if name == "NVMe" or (name == "stages" and not key.startswith("update")):
+                assert others[key] == values, (world, how, key)
+                continue
+            bound = {"rel": 1e-5 if name == "stages" else 1e-3, "abs": 1e-6}  # sums are taken in another order
+            wanted = pytest.approx([value for _, value in values], **bound)
+            assert [value for _, value in others[key]] == wanted, (world, how, key)
+
+
+# ---- where there is no record ---------------------------------------------------------------------------------
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", ["", *RULES])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_record_changes_no_weight(stage: int, rule: str, tmp_path: Path) -> None:
-    job = {"folder": str(tmp_path), "stage": stage, "rule": rule}
-    with_records, without = (run(train_weights, 2, interval=n, **job)[0] for n in (1, 0))
-    assert records(tmp_path)
-    assert all(torch.equal(with_records[name], without[name]) for name in without)
+    """An interval of 0 writes nothing."""
+    ends = []
+    for interval in (1, 0):
+        job = {"folder": str(tmp_path / str(interval)), "stage": stage, "params": RULES[rule][0] if rule else {}}
+        ends.append(run(train, 2, interval=interval, **job)[0][0][-1])
+        assert bool(records(tmp_path / str(interval))) == bool(interval)
+    assert differing(*ends) == []
 
 
-def uneven_monitor(folder: str) -> int:
+def uneven_monitor(folder: str) -> None:
     """Rank 1's file has no monitor: rank 0 decides, and nobody waits for anybody."""
-    import torch.distributed as dist
-
     settings = monitored(folder, 1, stage=2)
     if dist.get_rank() == 1:
         del settings["csv_monitor"]
     engine = make_engine(Mlp(), settings)
-    losses = train_engine(engine, 2)
+    train_engine(engine, 2)
     engine.destroy()
-    return len(losses)
 
 
 def test_rank_zero_decides_whether_there_are_records(tmp_path: Path) -> None:
-    assert run(uneven_monitor, 2, timeout=60, folder=str(tmp_path)) == [2, 2]
+    run(uneven_monitor, 2, timeout=60, folder=str(tmp_path))
     assert len(records(tmp_path)["step_ms"]) == 2
 
 
-def time_it(stage: int) -> dict[str, Any]:
-    engine = make_engine(MODELS["mlp"](), ds_config(stage=stage, wall_clock_breakdown=True))
-    logged: list[list[str]] = []
-    log = engine.timers.log
+class Operators(TorchDispatchMode):
+    """Notes the operators that run."""
 
-    def spy(names: Any, *args: Any, **kwargs: Any) -> None:
-        logged.append([name for name in names if name in engine.timers.timers])
-        log(names, *args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
 
-    engine.timers.log = spy
-    train_engine(engine, 2)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_steps(folder: str, interval: int, steps: int, has_monitor: bool = True) -> list[tuple[list, int]]:
+    """Of each step: the operators of torch, and how often something was measured."""
+    settings = monitored(folder, interval, CAUTIOUS[0], stage=2)
+    if not has_monitor:
+        del settings["csv_monitor"]
+    engine, found = make_engine(Mlp(), settings), []
+    with pytest.MonkeyPatch.context() as patch:
+        spies = [mock.Mock(wraps=getattr(step_stats, name)) for name in MEASURES]
+        for name, spy in zip(MEASURES, spies, strict=True):
+            patch.setattr(step_stats, name, spy)
+        for step in range(steps):
+            inputs, targets = engine.module.batch(step)
+            engine.backward(engine(inputs[:24], targets[:24]))
+            with Operators() as operators:
+                engine.step()
+            found.append((operators.names, sum(spy.call_count for spy in spies)))
     engine.destroy()
-    kept = [len(timer.event_timers) for name, timer in engine.timers.timers.items() if name.startswith("muon_")]
-    return {"logged": [names for names in logged if any(name.startswith("muon_") for name in names)], "kept": kept}
+    return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_deepspeeds_timers_show_the_phases(stage: int) -> None:
-    timers = ["muon_prepare", "muon_exchange", "muon_newton_schulz", "muon_apply", "muon_adamw"]
-    for rank in run(time_it, 2, stage=stage):
-        assert rank["logged"] == [timers, timers]
-        assert rank["kept"] == [0] * len(timers), "no rank collects them"
+MEASURES = ("sums_of_update", "participation_ratio", "orthogonality_error")
+
+
+def test_a_step_without_a_record_does_nothing_more(tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "steps": 3}
+    with_records = run(operators_of_steps, 2, interval=3, **job)
+    without = run(operators_of_steps, 2, interval=3, has_monitor=False, **job)
+    for rank, off in zip(with_records, without, strict=True):
+        assert [calls for _, calls in off] == [0, 0, 0]
+        assert [calls > 0 for _, calls in rank] == [False, False, True]
+        assert [names for names, _ in rank[:2]] == [names for names, _ in off[:2]]
+        assert len(rank[2][0]) > len(off[2][0]), "so that the line above can fail"
+    assert run(operators_of_steps, 1, interval=0, **job)[0][2][1] == 0
+
+
+# ---- the turn of the matrices, and values that do not exist -----------------------------------------------------
+
+
+def recorder(monkeypatch: pytest.MonkeyPatch, matrices: dict[str, list[str]]) -> Any:
+    monkeypatch.setattr(monitor, "union", list)
+    blocks = [
+        SimpleNamespace(shard=SimpleNamespace(spec=SimpleNamespace(name=parameter)), name=name)
+        for parameter, names in matrices.items()
+        for name in names
+    ]
+    plans = [SimpleNamespace(of_all=SimpleNamespace(items=blocks, counts=[1] * len(blocks)))]
+    return monitor.Recorder(SimpleNamespace(plans=plans, qk_clip=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 24, 225])
+def test_every_matrix_has_its_turn(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorder(monkeypatch, {}).sample(3) == Sample()
+    found = recorder(monkeypatch, {f"p{i}": [f"p{i}", f"p{i}[9]", f"p{i}[18]"] for i in range(count)})
+    turns = [found.sample(turn) for turn in range(3 * count)]
+    assert {sample.label for sample in turns[:count]} == {f"p{i}" for i in range(count)}
+    assert len(set(turns)) == 3 * count
+    early = sorted(int(sample.label[1:]) for sample in turns[:5])
+    assert count < 24 or max(b - a for a, b in zip([0, *early], [*early, count], strict=True)) <= 0.45 * count
+
+
+def test_names_of_experts() -> None:
+    assert label("layers.3.moe.deepspeed_experts.17.up.weight") == "layers.3.moe.deepspeed_experts.all.up.weight"
+    assert label("layers.3.experts.gate_up_proj") == "layers.3.experts.gate_up_proj"
+    assert label("layers.3.up.weight") == "layers.3.up.weight"
+
+
+def test_what_has_no_value_is_left_out() -> None:
+    """A quotient over zero weights, a matrix without a gradient, a step that was skipped."""
+    stats, group = StepStats(lambda: None, Sample("a", "a")), {"lr": 0.1, "weight_decay": 0.0}
+    names = [*SIZES.values(), "update_to_weight/a", "cautious_decay/a", "orthogonality_error/a", "effective_rank/a"]
+    assert values_of(names, stats.sums(names)) == {}
+    stats.before_newton_schulz(("b", "a"), torch.zeros(2, 3, 4))
+    stats.after_newton_schulz(("b", "a"), torch.zeros(2, 3, 4))
+    stats.before_apply([("a", torch.zeros(12), torch.ones(12), 2.0)], group, cautious=True)
+    assert values_of(names, stats.sums(names)) == {"update_rms_muon": pytest.approx(2.0)}
+    stats.before_apply([("a", torch.ones(12), torch.ones(12), 2.0)], group | {"weight_decay": 0.1}, cautious=True)
+    found = values_of(names, stats.sums(names))
+    assert found["cautious_decay/a"] == 1 and found["update_to_weight/a"] == pytest.approx(0.2 * math.sqrt(2))
+
+
+# ---- phases -----------------------------------------------------------------------------------------------------
+
+
+def test_time_to_measure_is_in_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(step_stats.time, "perf_counter", lambda: clock[0])
+    stats = StepStats(lambda: None)
+    with stats.phase("step"):
+        for _ in range(2):
+            with stats.phase("apply"):
+                clock[0] += 1
+                with stats.phase("record"):
+                    clock[0] += 10
+                clock[0] += 2
+        clock[0] += 4
+    assert stats.seconds == {"step": 10, "apply": 6, "record": 20}
 
 
 @pytest.mark.parametrize("kind", ["timers", "stats"])
@@ -160,11 +365,8 @@ def test_a_phase_that_raises_ends(kind: str) -> None:
     """The error of a phase is not hidden by a timer that runs on, in the next step or around it."""
     from deepspeed.utils.timer import SynchronizedWallClockTimer
 
-    from deepspeed.muon.step_stats import StepStats
-    from deepspeed.muon.zero.monitor import _timed
-
     timers, stats = SynchronizedWallClockTimer(), StepStats(lambda: None)
-    phase = _timed(timers) if kind == "timers" else stats.phase
+    phase = monitor._timed(timers) if kind == "timers" else stats.phase
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), phase("apply"):
             raise ZeroDivisionError
@@ -172,30 +374,27 @@ def test_a_phase_that_raises_ends(kind: str) -> None:
     assert kind == "stats" or not timers("muon_apply").started_
 
 
-def log_communication() -> dict[str, Any]:
-    from deepspeed.comm import comm
-
-    section = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
-    engine = make_engine(Mlp(), ds_config(stage=3, comms_logger=section))
-    train_engine(engine, 2)
-    found = {op: list(sizes) for op, sizes in comm.comms_logger.comms_dict.items()}
+def time_it(stage: int) -> tuple[list[list[str]], list[int]]:
+    """The timers of each line of log that has some of ours, and how many values each of ours keeps."""
+    engine = make_engine(Mlp(), ds_config(stage=stage, wall_clock_breakdown=True))
+    with mock.patch.object(engine.timers, "log", wraps=engine.timers.log) as log:
+        train_engine(engine, 2)
     engine.destroy()
-    comm.comms_logger.enabled = False
-    return found
+    timers = engine.timers.timers
+    logged = [
+        [name for name in (call.kwargs.get("names") or call.args[0]) if name in timers] for call in log.call_args_list
+    ]
+    kept = [len(timer.event_timers) for name, timer in timers.items() if name.startswith("muon_")]
+    return [names for names in logged if any(name.startswith("muon_") for name in names)], kept
 
 
-def test_deepspeeds_communication_log_names_the_exchange() -> None:
-    found = run(log_communication, 2, fresh=True)[0]
-    assert len(found["muon_exchange"]) >= 1, found
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeeds_timers_show_the_phases(stage: int) -> None:
+    timers = ["muon_prepare", "muon_exchange", "muon_newton_schulz", "muon_apply", "muon_adamw"]
+    assert run(time_it, 2, stage=stage) == [([timers] * 2, [0] * len(timers))] * 2, "no rank collects them"
 
 
-def test_tensorboard_gets_the_same_records(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
-    run(write_tensorboard, 2, section=section)
-    events = EventAccumulator(str(tmp_path / "run")).Reload()
-    assert {f"Train/Muon/{name}" for name in NAMES | PHASES} <= set(events.Tags()["scalars"])
+# ---- other logs of DeepSpeed's ----------------------------------------------------------------------------------
 
 
 def write_tensorboard(section: dict[str, Any]) -> None:
@@ -205,3 +404,78 @@ def write_tensorboard(section: dict[str, Any]) -> None:
     if engine.monitor.tb_monitor:  # rank 0
         engine.monitor.tb_monitor.summary_writer.flush()
     engine.destroy()
+
+
+def test_tensorboard_gets_the_same_records(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(write_tensorboard, 2, section={"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert {f"Train/Muon/{name}" for name in NAMES | {"grad_norm"}} <= set(events.Tags()["scalars"])
+
+
+EVERYTHING = {"enabled": True, "verbose": True, "prof_all": True, "debug": True}
+SECTIONS = [
+    {"enabled": False},
+    EVERYTHING,
+    {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce", "all_gather_object", "broadcast_object_list"]},
+]
+
+
+def train_save_load(stage: int, folder: str, section: dict[str, Any], **config: Any) -> tuple[list[str], list[str]]:
+    """Everything in which the ranks communicate: what a load does not restore, and the operations that are logged."""
+    from deepspeed.comm.comm import comms_logger
+
+    try:
+        engine = make_engine(Mlp(), ds_config(stage=stage, comms_logger=section, **config))
+        train_engine(engine, 1)
+        assert engine.save_checkpoint(folder, tag="saved")
+        train_engine(engine, 1, first_step=1)
+        expected = fp32_weights(engine)
+        assert engine.load_checkpoint(folder)[0] is not None
+        train_engine(engine, 1, first_step=1)
+        found = differing(fp32_weights(engine), expected), list(comms_logger.comms_dict)
+        engine.destroy()
+    finally:
+        comms_logger.enabled = False
+        comms_logger.reset_data()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "section"),
+    [
+        (0, SECTIONS[0]),
+        (3, SECTIONS[1]),
+        (1, SECTIONS[2]),
+        *(pytest.param(s, section, marks=pytest.mark.full) for s in (0, 1, 2, 3) for section in SECTIONS),
+    ],
+)
+def test_the_communication_log_names_the_exchange_and_leaves_saves_alone(
+    stage: int, section: dict[str, Any], tmp_path: Path
+) -> None:
+    """DeepSpeed enables it by the section's mere presence."""
+    config = {"wall_clock_breakdown": True, **sections(str(tmp_path), 1, {"normuon": True})}
+    for differ, logged in run(train_save_load, 2, stage=stage, folder=str(tmp_path), section=section, **config):
+        assert differ == []
+        names_it = any(name.startswith("muon_exchange") for name in logged)
+        assert stage == 0 or names_it == (section == EVERYTHING)
+
+
+def exit_on_rank_1(way: str) -> str:
+    """The error of this rank where rank 1 exits in work that the ranks do together."""
+
+    def act() -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise SystemExit(0)
+        return {}
+
+    with pytest.raises(RuntimeError) as error:
+        raise_on_all_ranks(act, RuntimeError) if way == "raise" else agree(act, lambda facts: {})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("way", ["raise", "agree"])
+def test_a_rank_that_exits_is_an_error_on_all(way: str) -> None:
+    """As DeepSpeed's communication log does at an operation that it does not know."""
+    assert all("rank 1: SystemExit: 0" in text for text in run(exit_on_rank_1, 2, way=way))

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that reviews the log of what is split has the lines that the log has."""
+"""What the log says at the start; the page that reviews what is split has the same lines."""
 
 import re
+import time
 from typing import Any
 
+import pytest
 from torch import nn
 
+import deepspeed.muon
+from deepspeed.muon.log import log_if_slow
 from helpers.distributed import run
 from helpers.logs import logged, logged_at_start
 from helpers.paths import ROOT
@@ -82,3 +86,49 @@ def test_the_rate_and_the_momentum_of_a_schedule_are_named() -> None:
     assert "lr_range_test_min_lr, 0.001, is the" in default[1] and "muon_lr, 0.02;" in default[1]
     assert cycle[0] == "INFO" and "between 0.8 and 0.9; Muon's momentum stays" in cycle[1]
     assert silent == [[]] * 5
+
+
+def test_three_lines_of_log_on_rank_0() -> None:
+    """What is updated, by how much, and how a step runs."""
+    lines, silent = run(logged_at_start, 2, stage=3, widths=(512, 512, 512))
+    assert [level for level, _ in lines] == ["INFO"] * 3 and silent == []
+    assert lines[0][1] == (
+        f"deepspeed-muon {deepspeed.muon.__version__}: Muon updates 2 matrices (524,288 parameters), "
+        "AdamW updates 2 tensors (1,024 parameters), on 2 ranks"
+    )
+    assert lines[1][1] == (
+        "deepspeed-muon: the update of layers.1.weight [512, 512] has RMS 0.0442 x lr, by adjust_lr_fn original = "
+        "sqrt(max(1, rows / cols)) (stock Muon's, because of adam_lr, momentum)"
+    )
+    assert lines[2][1].startswith(
+        "deepspeed-muon: rank 0 sends 1.0 MB per step in fp32, and all ranks send 0.0 MB to balance the owners; kernels"
+    )
+    assert "; Newton-Schulz on cpu in fp32, 1 of 1 shapes by " in lines[2][1]
+
+
+def test_what_takes_long_at_the_start_is_told() -> None:
+    for waiting, rank, expected in ((0.0, True, 0), (0.06, True, 1), (0.06, False, 0)):
+        with pytest.MonkeyPatch.context() as patch, logged() as said:
+            patch.setattr("deepspeed.muon.log.SLOW", 0.05)
+            with log_if_slow("planning the exchange", rank):
+                time.sleep(waiting)
+        assert len(said) == expected
+        assert all(line == "deepspeed-muon: planning the exchange took 0.1 s" for line in said)
+
+
+def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
+    text = "deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: use_muon = False set by the user"
+    assert run(logged_at_start, 2, tag=False) == [[("WARNING", text)], []]
+
+
+def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
+    warning = run(logged_at_start, 2, stage=3, zero={"sub_group_size": 50})[0][3]
+    assert warning[0] == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in warning[1]
+    size = int(warning[1].rpartition("write ")[2].split()[0])
+    for enough, lines in ((size // 2, 4), (size, 3)):
+        assert len(run(logged_at_start, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameter_groups_of_the_user_are_no_sub_groups(stage: int) -> None:
+    assert [level for level, _ in run(logged_at_start, 2, stage=stage, groups=3)[0]] == ["INFO"] * 3
