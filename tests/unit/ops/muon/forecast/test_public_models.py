@@ -2,6 +2,7 @@
 """``ds_muon plan`` of public models against an engine: the same routes, owners and matrices, bytes within 1 %.
 
 The widths are those of the published models; layers, experts and vocabulary are fewer, so that two ranks can hold them.
+The collectives of a step break no rule on as many ranks as the models are trained on.
 """
 
 import json
@@ -10,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scaling import GPU, MODELS, PLAIN
 from deepspeed.muon.cli import main
+from deepspeed.muon.cli.model import build
+from deepspeed.muon.forecast.estimate import estimate, prove
+from deepspeed.muon.forecast.layout import Layout, halves_of
 from helpers.distributed import run
 from helpers.paths import ROOT
 
@@ -88,3 +93,23 @@ def test_the_plan_is_what_an_engine_binds(name: str, stage: int, tmp_path: Path,
         assert planned["per_rank"][key]["max"] == pytest.approx(max(found), rel=0.01)
         assert planned["per_rank"][key]["mean"] == pytest.approx(sum(found) / 2, rel=0.01)
     assert (planned["per_rank"]["sent_bytes"]["max"] > 0) or stage == 2, "there the matrices may lie whole on a rank"
+
+
+#: By model, the most ranks at stages 0, 1 and 3: what the plans of all ranks take to list.
+JOBS = {
+    "llama3-8b": {0: 64, 1: 4096, 3: 512},
+    "llama3-70b": {0: 8, 1: 4096, 3: 256},
+    "moe-1t": {1: 256, 3: 16},
+}
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize("model", JOBS)
+def test_published_models_break_no_rule(model: str, record_property: Any) -> None:
+    halves = halves_of(build(MODELS[model].source), PLAIN)
+    for stage, world in JOBS[model].items():
+        proof = prove(estimate(halves, Layout(stage, world), PLAIN, GPU), PLAIN, GPU)
+        assert proof["fault"] is None and proof["ranks"] == world
+        told = f"{proof['operations']:,} operations on {world:,} ranks, in {proof['seconds']:.1f} s"
+        record_property("summary", f"{model}, stage {stage}: {told}")
