@@ -8,40 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import universal
 from helpers.distributed import run
-from helpers.engine_state import differing, kept_dtypes, local_states, named_states
+from helpers.engine_state import kept_dtypes, local_states, named_states
 from helpers.logs import logged
 from helpers.models import MODELS, Mlp, train_engine
-from helpers.resume import RESUMED, resume_all, save_all
 from helpers.training import BF16_OPTIMIZER, MOMENTA, fresh_engine
 from helpers.universal import peak_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-
-
-@pytest.mark.parametrize(
-    ("momentum_dtype", "chosen"),
-    [
-        ("bf16", slice(1, None, 6)),
-        ("int8", slice(2, None, 5)),
-        *(pytest.param(dtype, slice(None), marks=pytest.mark.full) for dtype in ("bf16", "int8")),
-    ],
-    ids=str,
-)
-def test_resume_is_exact(momentum_dtype: str, chosen: slice, tmp_path: Path) -> None:
-    """Stages 0 to 3, both precisions, offload, sub-groups, the round-robin order, BF16_Optimizer.
-
-    In int8 also the codes themselves, though the files hold the momentum in fp32.
-    """
-    cases = [case | {"optimizer": MOMENTA[momentum_dtype]} for case in RESUMED[chosen]]
-    folders = [str(tmp_path / str(index)) for index in range(len(cases))]
-    expected = run(save_all, 2, timeout=280, cases=cases, folders=folders)
-    for rank, results in enumerate(run(resume_all, 2, timeout=280, cases=cases, folders=folders)):
-        for case, wanted, got in zip(cases, expected[rank], results, strict=True):
-            assert differing(wanted, got) == [], case
-            moments = [value for key, value in got.items() if key.endswith((" momentum_buffer", " momentum_codes"))]
-            assert case["stage"] == 3 or {moment.dtype for moment in moments} == {DTYPES[momentum_dtype]}, case
 
 
 # ---- another momentum_dtype -------------------------------------------------------------------------------
@@ -105,34 +79,6 @@ def test_another_dtype_casts_once(saved: str, loaded: str, tmp_path: Path) -> No
 
 
 # ---- stock's universal converter --------------------------------------------------------------------------
-
-
-SLOWER = [pytest.param(case, marks=pytest.mark.full) for case in ({"stage": 2}, BF16_OPTIMIZER)]
-
-
-@pytest.mark.parametrize("case", [{"stage": 3}, *SLOWER], ids=str)
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_universal_checkpoint(dtype: str, case: dict[str, Any], tmp_path: Path) -> None:
-    """Saved on 2 ranks, loaded on 1 and 2, and in fp32: the same momentum, in the config's dtype.
-
-    On as many ranks training goes on with the same bits. In int8 on others, where blocks lie elsewhere, the momentum is
-    rounded once.
-    """
-    saved = run(universal.save_all, 2, cases=[case | {"optimizer": MOMENTA[dtype]}], folder=str(tmp_path))[0][0]
-    universal.convert(tmp_path / "0")
-    for world, kept in ((1, dtype), (2, dtype), (1, "fp32")):
-        jobs = [(str(tmp_path / "0"), case | {"optimizer": MOMENTA[kept]})]
-        loaded = run(universal.load_all, world, jobs=jobs)[0][0]
-        changed = differing(loaded["states"], saved["states"])
-        assert loaded["momentum"] == {DTYPES[kept]}, (world, kept)
-        assert (loaded["keys"] == saved["keys"]) is ((dtype, kept) != ("int8", "fp32"))
-        if (world, kept) == (1, "int8"):
-            assert changed and all(name.endswith("momentum_buffer") for name in changed)
-            assert all(cast(saved["states"][name], "int8", loaded["states"][name]) for name in changed)
-        else:
-            assert changed == []
-        if (world, kept) == (2, dtype):
-            assert differing(loaded["after"], saved["after"]) == []
 
 
 # ---- memory -----------------------------------------------------------------------------------------------

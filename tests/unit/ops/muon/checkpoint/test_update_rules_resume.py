@@ -12,49 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import nvme, universal
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.logs import logged
 from helpers.models import MODELS, train_engine
-from helpers.resume import RESUMED, resume_all, save_all
-from helpers.tensor_parallel import go_on
 from helpers.training import PARAMS, ds_config, fresh_engine, make_engine, with_params
 
 OPTIMIZER = with_params(normuon=True)
-#: No state of their own, but they count steps, beyond the one of the checkpoint.
-SCHEDULES = with_params(momentum_start=0.5, momentum_warmup_steps=4, muon_weight_decay_steps=5, ns_normalization="aol")
-BOTH = with_params(**OPTIMIZER["params"] | SCHEDULES["params"])
-
-
-@pytest.mark.parametrize("optimizer", [OPTIMIZER, SCHEDULES], ids=["normuon", "schedules"])
-@pytest.mark.parametrize("chosen", [slice(2, None, 5), pytest.param(slice(None), marks=pytest.mark.full)], ids=str)
-def test_resume_is_exact(chosen: slice, optimizer: dict[str, Any], tmp_path: Path) -> None:
-    """Stages 0 to 3, both precisions, offload, sub-groups, the round-robin order, BF16_Optimizer."""
-    cases = [case | {"optimizer": optimizer} for case in RESUMED[chosen]]
-    folders = [str(tmp_path / str(index)) for index in range(len(cases))]
-    expected = run(save_all, 2, timeout=280, cases=cases, folders=folders)
-    for rank, results in enumerate(run(resume_all, 2, timeout=280, cases=cases, folders=folders)):
-        for case, wanted, got in zip(cases, expected[rank], results, strict=True):
-            assert differing(wanted, got) == [], case
-
-
-@pytest.mark.parametrize("optimizer", [OPTIMIZER, SCHEDULES], ids=["normuon", "schedules"])
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_universal_checkpoint(stage: int, optimizer: dict[str, Any], tmp_path: Path) -> None:
-    """Saved on 2 ranks; on 1 to 3 ranks, and at another stage, the weights after further steps are the same.
-
-    Unclipped, because DeepSpeed sums the norm in another order; then only the order of gradients differs.
-    """
-    case = {"stage": stage, "clip": 0.0, "optimizer": optimizer}
-    saved = run(universal.save_all, 2, cases=[case], folder=str(tmp_path))[0][0]
-    universal.convert(tmp_path / "0")
-    for world, there in ((1, stage), (2, stage), (3, 5 - stage)):
-        loaded = run(universal.load_all, world, jobs=[(str(tmp_path / "0"), case | {"stage": there})])[0][0]
-        for name, wanted in saved["after"].items():
-            torch.testing.assert_close(loaded["after"][name], wanted, rtol=1e-4, atol=1e-5, msg=f"{world} {name}")
-    plain = run(universal.load_all, 2, jobs=[(str(tmp_path / "0"), case | {"optimizer": with_params()})])[0][0]
-    assert any(not torch.allclose(plain["after"][n], w, rtol=1e-3) for n, w in saved["after"].items())
 
 
 def owned(case: dict[str, Any], folder: str, load: bool) -> dict[str, Tensor]:
@@ -79,38 +43,6 @@ def test_each_matrix_has_one_owner_who_keeps_its_second_moment(tmp_path: Path) -
     assert all(moment.all() for moments in saved for moment in moments.values())
     for before, after in zip(saved, run(owned, 3, case=case, folder=str(tmp_path), load=True), strict=True):
         assert differing(before, after) == []
-
-
-@pytest.mark.full
-@pytest.mark.time_limit(1200)
-def test_resume_from_nvme_is_exact(tmp_path: Path) -> None:
-    def train(load: bool) -> dict[str, Tensor]:
-        return nvme.run(on_nvme, 2, folder=str(tmp_path), load=load)[0]
-
-    assert differing(train(load=False), train(load=True)) == []
-
-
-def on_nvme(folder: str, load: bool) -> dict[str, Tensor]:
-    """Weights after two steps that were saved and two more, or loaded and two more."""
-    engine = nvme.nvme_engine(7 * load, folder=f"{folder}/nvme{load:d}", optimizer=BOTH)
-    if load:
-        engine.load_checkpoint(f"{folder}/saved")
-    else:
-        train_engine(engine, 2)
-        engine.save_checkpoint(f"{folder}/saved")
-    train_engine(engine, 2, first_step=2)
-    weights = nvme.weights_of(engine)
-    engine.destroy()
-    return weights
-
-
-@pytest.mark.parametrize("params", [{}, {"tp_mode": "shard"}], ids=str)
-def test_resume_under_tensor_parallelism_is_exact(params: dict[str, Any], tmp_path: Path) -> None:
-    optimizer = with_params(normuon=True, **params)
-    case = {"name": "llama", "tp": 2, "stage": 2, "folder": str(tmp_path), "optimizer": optimizer}
-    expected = run(go_on, 2, load=False, **case)
-    for wanted, got in zip(expected, run(go_on, 2, load=True, **case), strict=True):
-        assert differing(wanted, got) == []
 
 
 def warnings_of(saved: dict[str, Any], loaded: dict[str, Any], folder: str) -> list[str]:

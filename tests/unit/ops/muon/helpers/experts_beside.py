@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's MoE layers with tensor parallelism and in pipelines: models, and jobs that train them."""
+"""DeepSpeed's MoE layers with tensor parallelism and in pipelines: models and engines."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers import megatron
 from helpers.experts import EP, AllExperts, Mixtral, WithExperts, autoep, global_name, spread_experts, spread_model
 from helpers.megatron import (
     ColumnParallelLinear,
     Mpu,
     RowParallelLinear,
-    around_a_bad_step,
-    everything,
     initialize_parts,
     squares,
 )
-from helpers.models import GLOBAL_BATCH
+from helpers.models import GLOBAL_BATCH, halve
 from helpers.refusals import Refusal, attempt
 from helpers.training import ds_config, make_engine
 
@@ -68,7 +64,7 @@ class Mixed(nn.Sequential):
     def __init__(self, group: Any = None, spread: bool = False) -> None:
         super().__init__(*(kind(group, spread) if kind is Mixture else kind() for kind in LAYERS))
         if not spread:
-            initialize_parts(self, None, 0)
+            initialize_parts(self, None)
 
     batch = WithExperts.batch
 
@@ -108,11 +104,8 @@ def _take_weights(net: nn.Module, group: Any) -> None:
             param.copy_(mine)
 
 
-@contextmanager
-def engine_of(
-    size: int = 1, stages: int = 0, seed: int = 0, cuts_experts: bool = False, **config: Any
-) -> Iterator[tuple[Any, Any]]:
-    """Yield (engine with `size` model-parallel ranks, its mpu); with `stages`, (engine of a pipeline, its grid)."""
+def build(size: int = 1, stages: int = 0, seed: int = 0, cuts_experts: bool = False, **config: Any) -> Any:
+    """Return an engine with `size` model-parallel ranks, its `model_group`; of a pipeline if there are `stages`."""
     mpu = Mpu(size)
     group = mpu.groups["model"] if size > 1 else None
     copies = dist.get_world_size() // (size * max(stages, 1))
@@ -131,71 +124,22 @@ def engine_of(
         net = Mixed(group, spread=True)
     _take_weights(net, group)
     for name, param in net.named_parameters():
-        param.data.mul_(1 + seed)
         if cuts_experts and "experts" in name and name.endswith("up.weight"):
             param.tensor_model_parallel, param.partition_dim = True, 0
     given = {"mpu": mpu} if size > 1 and not stages else {}
-    engine = make_engine(net, settings, model_parameters=list(net.parameters()), **given)
-    yield engine, engine.grid if stages else mpu
-    engine.destroy()
+    engine = make_engine(halve(net, seed), settings, model_parameters=list(net.parameters()), **given)
+    engine.model_group = mpu.groups["model"]
+    return engine
 
 
-def train_steps(engine: Any, grid: Any, steps: range) -> list[float]:
-    """Train on the global batches of `steps`; return the gradient norm of each."""
-    norms, dtype = [], next(engine.module.parameters()).dtype
-    count, rank = grid.get_data_parallel_world_size(), grid.get_data_parallel_rank()
-    for step in steps:
-        share = [part.chunk(count)[rank] for part in WithExperts.batch(engine.module, step)]
-        if engine.pipeline_parallelism:
-            micro = zip(*(part.chunk(2) for part in share), strict=True)
-            engine.train_batch((inputs.to(dtype), targets) for inputs, targets in micro)
-        else:
-            engine.backward(engine(*share))
-            engine.step()
-        norms.append(float(engine.get_global_grad_norm() or 0.0))
-    return norms
-
-
-def parts_of(engine: Any) -> dict[str, tuple[Tensor, int | None]]:
-    """Return name in the whole model -> (this rank's master weight, the axis along which it is split, if any)."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    found = {}
-    for name, param in engine.module.named_parameters():
-        is_plain = engine.optimizer is engine.basic_optimizer
-        mine = param.detach() if is_plain else safe_get_full_fp32_param(param)
-        found[global_name(name, dist.get_rank() % EP)] = mine.clone(), getattr(param, "partition_dim", None)
-    return found
-
-
-def train(steps: int, **config: Any) -> tuple[dict[str, tuple[Tensor, int | None]], list[float]]:
-    """Train `steps` steps; return (:func:`parts_of` the engine, gradient norm of each step)."""
-    with engine_of(**config) as (engine, grid):
-        norms = train_steps(engine, grid, range(steps))
-        return parts_of(engine), norms
-
-
-def go_on(folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
-    """Return weights and states after three steps; save after the first, or `load` that save in its place."""
-    with engine_of(seed=int(load), **config) as (engine, grid):
-        if load:
-            engine.load_checkpoint(folder)
-        else:
-            train_steps(engine, grid, range(1))
-            engine.save_checkpoint(folder)
-        train_steps(engine, grid, range(1, 3))
-        return everything(engine)
-
-
-def step_badly(name: str, rank: int, **config: Any) -> tuple[list[str], bool]:
-    """Return :func:`around_a_bad_step`, with a bad gradient of parameter `name` on `rank`."""
-    with engine_of(**config) as (engine, grid):
-        return around_a_bad_step(engine, partial(train_steps, engine, grid), name, rank)
+def whole_weights(engine: Any) -> dict[str, Tensor]:
+    """Return name in the whole model -> master weight, of this rank's layers and experts."""
+    return {global_name(name, dist.get_rank() % EP): w for name, w in megatron.whole_weights(engine).items()}
 
 
 def cut_experts() -> Refusal | None:
     """Return the refusal of an engine whose marks say that tensor parallelism split experts."""
-    return attempt(lambda: engine_of(size=2, cuts_experts=True).__enter__()[0])
+    return attempt(lambda: build(size=2, cuts_experts=True))
 
 
 def beside_autoep(kind: str) -> Refusal | None:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's tensor parallelism: layers that hold parts of matrices, with Megatron's marks, and jobs that train them
-with a model-parallel unit (mpu) or in a pipeline.
+"""Megatron's tensor parallelism: layers that hold parts of matrices, with Megatron's marks, and engines
+that train them with a model-parallel unit (mpu) or in a pipeline.
 """
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.models import GLOBAL_BATCH
+from helpers.models import GLOBAL_BATCH, halve
 from helpers.training import ds_config, make_engine
 
 INPUTS, WIDTH, HEADS, INNER, OUTPUTS, TIME = 7, 12, 4, 10, 5, 4
@@ -144,9 +141,9 @@ def _arguments(layer: tuple[Any, ...], group: Any) -> tuple[Any, ...]:
 class Stack(nn.Sequential):
     """All layers, named by number as in a pipeline; without a tensor-parallel group, all are whole."""
 
-    def __init__(self, group: Any = None, seed: int = 0) -> None:
+    def __init__(self, group: Any = None) -> None:
         super().__init__(*(layer[0](*_arguments(layer, group)) for layer in LAYERS))
-        initialize_parts(self, group, seed)
+        initialize_parts(self, group)
 
     def __deepcopy__(self, memo: Any) -> "Stack":
         copy = Stack()
@@ -167,14 +164,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return inputs, 4 * targets
 
 
-def initialize_parts(model: nn.Module, group: Any, seed: int) -> None:
-    """Set each parameter to this rank's part of whole values that depend only on its name and `seed`."""
+def initialize_parts(model: nn.Module, group: Any) -> None:
+    """Set each parameter to this rank's part of whole values that depend only on its name."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             is_cut, axis = group is not None and hasattr(param, "partition_dim"), getattr(param, "partition_dim", 0)
             ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if is_cut else (1, 0)
             shape = [size * ranks if i == axis else size for i, size in enumerate(param.shape)]
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"0 {name}".encode()))
             scale = 0.1 if param.ndim == 1 else shape[1] ** -0.5
             whole = torch.randn(shape, generator=generator) * scale + float(name.endswith("norm.weight"))
             parts = whole.chunk(getattr(param, "partition_stride", 1), dim=axis)
@@ -202,18 +199,19 @@ class Mpu:
         return lambda: answers[rest]
 
 
-def whole_weights(engine: Any, group: Any) -> dict[str, Tensor]:
+def whole_weights(engine: Any) -> dict[str, Tensor]:
     """Return name -> whole master weight of this rank's layers, joined over the model-parallel ranks."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {}
+    found, group = {}, engine.model_group
     for name, param in engine.module.named_parameters():
         is_plain = engine.optimizer is engine.basic_optimizer
         mine = param.detach().clone() if is_plain else safe_get_full_fp32_param(param).detach().clone()
         shards: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(shards, mine, group=group)
         if not hasattr(param, "partition_dim"):
-            assert all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
+            is_expert = not getattr(param, "allreduce", True)
+            assert is_expert or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
             found[name] = mine
             continue
         pieces = [shard.chunk(param.partition_stride, dim=param.partition_dim) for shard in shards]
@@ -222,115 +220,42 @@ def whole_weights(engine: Any, group: Any) -> dict[str, Tensor]:
     return found
 
 
-@contextmanager
-def engine_of(
-    size: int, stages: int = 0, seed: int = 0, first: str = "model", **config: Any
-) -> Iterator[tuple[Any, Mpu]]:
-    """Yield (engine with `size` model-parallel ranks, its mpu); with `stages`, of a pipeline with two micro-batches."""
+def build(size: int = 2, stages: int = 0, seed: int = 0, first: str = "model", **config: Any) -> Any:
+    """Return an engine with `size` model-parallel ranks, its `model_group`; of a pipeline if there are `stages`."""
     import deepspeed
 
     mpu = Mpu(size, first)
+    group, copies = mpu.groups["model"], dist.get_world_size() // size
     if stages:
-        yield from _pipeline(mpu, size, stages, seed, config)
-        return
-    settings = ds_config(**config) | {"train_micro_batch_size_per_gpu": GLOBAL_BATCH * size // dist.get_world_size()}
-    engine = deepspeed.initialize(model=Stack(mpu.groups["model"], seed), config=settings, mpu=mpu)[0]
-    yield engine, mpu
-    engine.destroy()
+        engine = _pipeline(group, stages, copies // stages, seed, config)
+    else:
+        settings = ds_config(**config) | {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // copies}
+        engine = deepspeed.initialize(model=halve(Stack(group), seed), config=settings, mpu=mpu)[0]
+    engine.model_group = group
+    return engine
 
 
-def _pipeline(mpu: Mpu, size: int, stages: int, seed: int, config: dict[str, Any]) -> Iterator[tuple[Any, Mpu]]:
+def _pipeline(group: Any, stages: int, copies: int, seed: int, config: dict[str, Any]) -> Any:
     from deepspeed.pipe import LayerSpec, PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    group, copies = mpu.groups["model"], dist.get_world_size() // (size * stages)
-    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=size, num_dp=copies)
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=dist.get_world_size(group), num_dp=copies)
     specs = [LayerSpec(layer[0], *_arguments(layer, group)) for layer in LAYERS]
     net = PipelineModule(specs, topology=topology, loss_fn=squares, partition_method="uniform")
-    initialize_parts(net, group, seed)
+    initialize_parts(net, group)
     settings = ds_config(**{"stage": 1} | config)
     settings |= {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // (2 * copies), "gradient_accumulation_steps": 2}
-    engine = make_engine(net, settings)
-    yield engine, mpu
-    engine.destroy()
+    return make_engine(halve(net, seed), settings)
 
 
-def train_steps(engine: Any, mpu: Mpu, steps: range) -> list[float]:
-    """Train on the global batches of `steps`; ranks of one model copy get equal shares. Return the gradient norms."""
-    norms, grid = [], getattr(engine, "grid", mpu)
-    dtype = next(engine.module.parameters()).dtype
-    for step in steps:
-        share = [part.chunk(grid.get_data_parallel_world_size())[grid.get_data_parallel_rank()] for part in batch(step)]
-        if grid is mpu:
-            engine.backward(engine(*share))
-            engine.step()
-        else:
-            micro = zip(*(part.chunk(2) for part in share), strict=True)
-            engine.train_batch((inputs.to(dtype), targets) for inputs, targets in micro)
-        norms.append(float(engine.get_global_grad_norm() or 0.0))
-    return norms
-
-
-def train(size: int, steps: int, **config: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """Train `steps` steps; return (whole weights of this pipeline stage, gradient norm of each step)."""
-    with engine_of(size, **config) as (engine, mpu):
-        norms = train_steps(engine, mpu, range(steps))
-        return whole_weights(engine, mpu.groups["model"]), norms
-
-
-def go_on(size: int, folder: str, load: bool, **config: Any) -> dict[str, Tensor] | str:
-    """Return weights and states after three steps, saved after the first or loaded from there; or the load's error."""
-    with engine_of(size, seed=int(load), **config) as (engine, mpu):
-        if load:
-            try:
-                engine.load_checkpoint(folder)
-            except ValueError as error:
-                return str(error)
-        else:
-            train_steps(engine, mpu, range(1))
-            engine.save_checkpoint(folder)
-        train_steps(engine, mpu, range(1, 3))
-        return everything(engine)
-
-
-def everything(engine: Any) -> dict[str, Tensor]:
-    """Return copies of this rank's parameters and states, as they are sharded."""
-    states = engine.basic_optimizer.state.values()
-    kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
-    params = engine.module.named_parameters()
-    return kept | {name: getattr(param, "ds_tensor", param).detach().clone() for name, param in params}
-
-
-@contextmanager
-def spoiled(engine: Any, name: str, rank: int) -> Iterator[None]:
-    """Within the context, make the gradients of parameter `name` on `rank` NaN."""
-    found = dict(engine.module.named_parameters()) if dist.get_rank() == rank else {}
-    hooks = [found[name].register_hook(lambda gradient: gradient * torch.nan)] if found else []
-    yield
-    for hook in hooks:
-        hook.remove()
-
-
-def around_a_bad_step(engine: Any, take: Callable[[range], Any], name: str, rank: int) -> tuple[list[str], bool]:
-    """Take a step with a NaN gradient on `rank`; return (what it changed, whether the next step changed anything)."""
-    take(range(1))
-    before = everything(engine)
-    with spoiled(engine, name, rank):
-        take(range(1, 2))
-    after = everything(engine)
-    take(range(2, 3))
-    last = everything(engine)
-    is_finite = all(bool(value.isfinite().all()) for value in last.values())
-    return differing(before, after), is_finite and len(differing(after, last)) > 1
-
-
-def step_badly(size: int, name: str, **config: Any) -> tuple[list[str], bool]:
-    """Return :func:`around_a_bad_step` with a bad gradient on the last rank."""
-    with engine_of(size, **config) as (engine, mpu):
-        return around_a_bad_step(engine, partial(train_steps, engine, mpu), name, dist.get_world_size() - 1)
-
-
-def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """Return the names of values that are not bitwise equal."""
-    assert before.keys() == after.keys()
-    return [name for name, value in before.items() if not torch.equal(value, after[name])]
+def train_step(engine: Any, batch: tuple[Tensor, Tensor]) -> None:
+    """Take a step on a global batch, of which ranks of one model copy get equal shares; a pipeline in two parts."""
+    grid = engine.grid if engine.pipeline_parallelism else engine.mpu
+    share = [part.chunk(grid.get_data_parallel_world_size())[grid.get_data_parallel_rank()] for part in batch]
+    if engine.pipeline_parallelism:
+        dtype = next(engine.module.parameters()).dtype
+        micro = zip(*(part.chunk(2) for part in share), strict=True)
+        engine.train_batch((inputs.to(dtype), targets) for inputs, targets in micro)
+    else:
+        engine.backward(engine(*share))
+        engine.step()

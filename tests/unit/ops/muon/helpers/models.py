@@ -251,6 +251,13 @@ def train_engine(engine: Any, steps: int, first_step: int = 0) -> list[float]:
     return losses
 
 
+def halve(model: nn.Module, seed: int) -> nn.Module:
+    """Halve the weights of `model` if `seed` is not 0, so that a load has something to change; return the model."""
+    for param in model.parameters() if seed else ():
+        getattr(param, "ds_tensor", param).data.mul_(0.5)
+    return model
+
+
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> CPU copy of each parameter in its full shape; a collective at ZeRO stage 3."""
     with _gathered(model):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small language models under AutoTP, and jobs that train them with data and tensor parallelism."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +79,15 @@ class Gated(nn.Module):
         return F.mse_loss(inputs.double(), targets.double())
 
 
+HEAD = 4
+"""Width of a head."""
+SPLIT: dict[str, Any] = {
+    "gated": {"gate_up": [17, 17]},
+    "neox": {"query_key_value.weight": {"sizes": [HEAD] * 3, "groups": 6}},
+}
+"""muon_split of each model with fused weights."""
+
+
 def model(name: str, seed: int = 0) -> nn.Module:
     """Return the model of this name; "name, sdpa" selects another implementation of its attention."""
     name, _, attention = name.partition(", ")
@@ -150,63 +157,31 @@ IN_PARTS = {
 }
 
 
-@contextmanager
-def engine_of(net: nn.Module, tp: int, **config: Any) -> Iterator[Any]:
-    """Yield an engine of tensor-parallel size `tp`."""
+def build(net: nn.Module, tp: int = 2, **config: Any) -> Any:
+    """Return an engine of tensor-parallel size `tp`."""
     import torch.distributed as dist
 
     cut = {"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})}
     settings = ds_config(**config, tensor_parallel=cut)
     settings["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // (dist.get_world_size() // tp)
-    engine = make_engine(net, settings)
-    yield engine
-    engine.destroy()
+    return make_engine(net, settings)
 
 
 def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:
     """Train `steps` steps; return the whole weights."""
-    with engine_of(model(name), tp, **config) as engine:
-        train_steps(engine, steps, tp)
-        return whole_weights(engine)
+    engine = build(model(name), tp, **config)
+    train_steps(engine, steps, tp)
+    weights = whole_weights(engine)
+    engine.destroy()
+    return weights
 
 
 def holders(name: str, tp: int, **config: Any) -> dict[str, tuple[int, list[int]]]:
     """Return matrix name -> (owner, ranks that hold a part)."""
-    with engine_of(model(name), tp, **config) as engine:
-        optimizer = engine.basic_optimizer
-        pairs = zip(optimizer.partitions, optimizer.plans, strict=True)
-        placed = (
-            (block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.of_all.owners, strict=True)
-        )
-        return {block.name: (owner, list(block.spread.holders)) for block, owner in placed}
-
-
-def go_on(name: str, tp: int, folder: str, load: bool, **config: Any) -> dict[str, Tensor]:
-    """Return weights and states after three steps, saved after the first or loaded from there."""
-    with engine_of(model(name, seed=int(load)), tp, **config) as engine:
-        if load:
-            engine.load_checkpoint(folder)
-        else:
-            train_steps(engine, 1, tp)
-            engine.save_checkpoint(folder)
-        train_steps(engine, 2, tp, first=1)
-        return whole_weights(engine)
-
-
-def bad_step(tp: int, **config: Any) -> tuple[bool, bool]:
-    """Take a step with a bad gradient on one rank; return (it changed nothing, the next step changed something)."""
-    import torch.distributed as dist
-
-    with engine_of(model("llama"), tp, **config) as engine:
-        train_steps(engine, 1, tp)
-        before = whole_weights(engine)
-        cut = dict(engine.module.named_parameters())["model.layers.0.mlp.up_proj.weight"]
-        bad = cut.register_hook(lambda gradient: gradient * torch.nan) if dist.get_rank() == 1 else None
-        train_steps(engine, 1, tp, first=1)
-        after = whole_weights(engine)
-        if bad is not None:
-            bad.remove()
-        train_steps(engine, 1, tp, first=2)
-        last = whole_weights(engine)
-    unchanged = all(torch.equal(after[name], weight) for name, weight in before.items())
-    return unchanged, all(last[name].isfinite().all() and not torch.equal(last[name], after[name]) for name in before)
+    engine = build(model(name), tp, **config)
+    optimizer = engine.basic_optimizer
+    pairs = zip(optimizer.partitions, optimizer.plans, strict=True)
+    placed = ((block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.of_all.owners, strict=True))
+    found = {block.name: (owner, list(block.spread.holders)) for block, owner in placed}
+    engine.destroy()
+    return found

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts on ranks of their own: groups, batches, bad gradients, and what is refused."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
@@ -18,7 +17,6 @@ from deepspeed.muon.zero.refusals import refuse_engine
 from deepspeed.muon.zero.wrappers.experts import expert_counts, shard_group
 from helpers.distributed import run
 from helpers.experts import spread_model
-from helpers.models import full_weights, train_engine
 from helpers.plans import cubic_cost, make_plan
 from helpers.training import ds_config, make_engine
 
@@ -102,41 +100,7 @@ def test_thousands_of_equal_matrices_are_few_batches_on_every_rank(is_stack: boo
 # ---- gradients that are not finite -----------------------------------------------------------------------------
 
 
-def spoil(steps: int, **config: Any) -> list[dict[str, Tensor]]:
-    """This rank's weights after each step; in the second, the experts of rank 0 have a gradient that is not finite."""
-    net, found = spread_model(), []
-    engine = make_engine(net, ds_config(clip=0.0, **config))
-    layer = net.layer.deepspeed_moe.experts.deepspeed_experts[0].up
-    for step in range(steps):
-        is_bad = step == 1 and dist.get_rank() == 0
-        handle = layer.weight.register_hook(lambda g: g * math.nan) if is_bad else None
-        train_engine(engine, 1, first_step=step)
-        if handle:
-            handle.remove()
-        found.append(full_weights(net))
-    engine.destroy()
-    return found
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_bad_gradient_of_one_ranks_experts_skips_the_step_on_all(stage: int) -> None:
-    for first, second, third in run(spoil, 4, stage=stage, steps=3):
-        for name, weight in first.items():
-            assert torch.equal(second[name], weight), name
-            assert third[name].isfinite().all() and not torch.equal(third[name], weight), name
-
-
 # ---- refusals ---------------------------------------------------------------------------------------------------
-
-
-def refusal(**config: Any) -> str | None:
-    """What `deepspeed.initialize` says to a model with experts."""
-    try:
-        make_engine(spread_model(), ds_config(**config))
-    except UnsupportedError as error:
-        return str(error)
-    return None
 
 
 def refuse_to_load(**config: Any) -> str:

@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,17 +13,12 @@ from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import MODELS, train_engine
-from helpers.oracles import change_error, route, train_oracle
-from helpers.training import ORACLE, ds_config, fp32_weights, make_engine
+from helpers.training import ds_config, fp32_weights, make_engine
 
 STEPS = 4
 #: Settings of two groups besides the rest: layers 0 and 1, layers 2 and 3.
 SECOND = {"lr": 0.005, "momentum": 0.5, "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6}
 THIRD = {"muon_lr": 0.01, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_method": "gram"}
-ORACLE_SECOND = replace(
-    ORACLE, lr=0.005, adam_lr=0.005, momentum=0.5, weight_decay=0.0, adam_weight_decay=0.0, betas=(0.8, 0.99), eps=1e-6
-)
-ORACLE_THIRD = replace(ORACLE, lr=0.01, nesterov=False, scale="match_rms_adamw")
 
 
 def grouped(net: nn.Module) -> list[dict[str, Any]]:
@@ -55,28 +49,6 @@ def train_groups(folder: str | None = None, keys: Mapping[str, Any] = {}, **conf
     weights = fp32_weights(engine)
     engine.destroy()
     return weights
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_groups_train_as_the_oracle(stage: int, world: int) -> None:
-    net = MODELS["mlp"]()
-    special = {
-        name: ORACLE_SECOND if name[7] in "01" else ORACLE_THIRD
-        for name, _ in net.named_parameters()
-        if name[7] in "0123"
-    }
-    reference = train_oracle(net, net.batch, STEPS, route(net), ORACLE, special=special)
-    for weights in run(train_groups, world, stage=stage):
-        for name, expected in reference.weights.items():
-            assert change_error(reference.initial[name], weights[name], expected) <= 1e-3, name
-
-
-@pytest.mark.parametrize("config", [{"stage": 0}, {"stage": 2, "offload": True}, {"stage": 3}], ids=str)
-def test_resume_keeps_each_groups_settings(config: dict[str, Any], tmp_path: Any) -> None:
-    straight, resumed = (run(train_groups, 2, folder=folder, **config)[0] for folder in (None, str(tmp_path)))
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 def halves_of(params: dict[str, Any], *groups: dict[str, Any]) -> list[dict[str, Any]]:

@@ -19,24 +19,10 @@ from helpers.training import (
     fp32_weights,
     make_engine,
     train,
-    train_around_a_checkpoint,
     with_params,
 )
 
 TAU = some_tau()
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("alpha", [0.5, 0.2])
-def test_training_equals_the_oracle(alpha: float, stage: int, world: int) -> None:
-    """With a fused projection, accumulation and CPU offload; a head is clipped in some step and another is not."""
-    reference = oracle("gpt", 1.0, observe=clip_heads(TAU, alpha))
-    clip = {"tau": TAU, "alpha": alpha}
-    case = {"stage": stage, "offload": stage > 0, "accumulation": 2, "optimizer": with_params(qk_clip=clip)}
-    for weights in run(train, world, model="gpt", steps=STEPS, **case):
-        assert_parity(weights, reference)
 
 
 def test_clipping_is_another_training() -> None:
@@ -58,27 +44,6 @@ def test_the_same_factors_whatever_the_sharding(stage: int) -> None:
     found = weights(2, stage)
     for name in base:
         assert (found[name] - base[name]).abs().max() <= 1e-6 * base[name].abs().max(), name
-
-
-def resumed(folder: str, load: bool, logits: str, stage: int) -> dict[str, torch.Tensor]:
-    from helpers.models import MODELS, initialize_
-    from helpers.training import ds_config
-
-    net = MODELS["gpt"]()
-    initialize_(net, seed=int(load))
-    optimizer = with_params(qk_clip={"tau": TAU, "logits": logits})
-    engine = make_engine(net, ds_config(stage=stage, optimizer=optimizer))
-    train_around_a_checkpoint(engine, folder, load)
-    weights = fp32_weights(engine)
-    engine.destroy()
-    return weights
-
-
-@pytest.mark.parametrize(("logits", "stage"), [("sampled", 1), ("sampled", 3), ("exact", 2)])
-def test_a_resume_is_exact(tmp_path: Any, logits: str, stage: int) -> None:
-    case = {"folder": str(tmp_path), "logits": logits, "stage": stage}
-    through, again = (run(resumed, 2, load=load, **case)[0] for load in (False, True))
-    assert all(torch.equal(through[name], again[name]) for name in through)
 
 
 def logits_around_a_load(folder: str, stage: int) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are several matrices: training one equals training its matrices as parameters of their own."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,45 +9,11 @@ from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam
 from helpers.distributed import run
-from helpers.models import MODELS, Fused, train_engine
-from helpers.oracles import Part, change_error, route, train_oracle
-from helpers.parity import STEPS, assert_parity
+from helpers.models import MODELS, train_engine
+from helpers.oracles import change_error
+from helpers.parity import STEPS
 from helpers.split_model import OPTIMIZER, parts, reference
-from helpers.training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine, train, train_around_a_checkpoint
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_equals_that_of_separate_matrices(stage: int, world: int) -> None:
-    expected = reference()
-    for weights in run(train, world, model="fused", steps=STEPS, stage=stage, optimizer=OPTIMIZER):
-        assert_parity(weights, expected)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_with_offload_and_accumulation(stage: int) -> None:
-    settings = {"stage": stage, "offload": True, "accumulation": 2, "optimizer": OPTIMIZER}
-    for weights in run(train, 2, model="fused", steps=STEPS, **settings):
-        assert_parity(weights, reference())
-
-
-def head_parts() -> dict[str, list[Part]]:
-    """One matrix for each head of the fused queries, keys and values of TinyGpt: 6 rows each."""
-    named = {name: param for name, param in MODELS["gpt"]().named_parameters() if "qkv" in name}
-    return {name: list(torch.arange(param.numel()).view(param.shape).split(6)) for name, param in named.items()}
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_per_head(stage: int, world: int) -> None:
-    net = MODELS["gpt"]()
-    routing = route(net, ["tokens", "positions", "lm_head"])
-    expected = train_oracle(net, net.batch, STEPS, routing, ORACLE, parts=head_parts())
-    optimizer = {"type": "Muon", "params": PARAMS | {"per_head_muon": True}}
-    for weights in run(train, world, model="gpt", steps=STEPS, stage=stage, optimizer=optimizer):
-        assert_parity(weights, expected)
+from helpers.training import PARAMS, ds_config, make_engine, train
 
 
 def test_the_whole_matrix_is_something_else() -> None:
@@ -95,21 +60,3 @@ def test_blocks_of_one_parameter_are_rounded_each_by_its_own_numbers() -> None:
     first, second = optimizer.state[net[0].weight]["momentum_buffer"].float().view(2, 4, 64)
     assert torch.isclose(first, second, rtol=2**-7, atol=0).all()
     assert 0.1 < (first == second).float().mean() < 0.9
-
-
-def go_on(stage: int, folder: str, load: bool) -> dict[str, Tensor]:
-    """Three steps, saved after the first or loaded from there."""
-    engine = make_engine(Fused(seed=int(load)), ds_config(stage=stage, optimizer=OPTIMIZER))
-    train_around_a_checkpoint(engine, folder, load)
-    weights = fp32_weights(engine)
-    engine.destroy()
-    return weights
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resume_is_exact(stage: int, world: int, tmp_path: Path) -> None:
-    expected, found = (run(go_on, world, stage=stage, folder=str(tmp_path), load=load)[0] for load in (False, True))
-    for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name

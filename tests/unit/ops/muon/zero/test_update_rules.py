@@ -22,19 +22,6 @@ from helpers.training import train, train_on_gradients, with_params
 COMBINATIONS = int(os.environ.get("FUZZ", "60"))
 
 
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("rule", RULES)
-def test_training_equals_the_oracle(rule: str, stage: int, world: int) -> None:
-    """With fused projections, accumulation and CPU offload."""
-    params, settings = RULES[rule]
-    reference = oracle("gpt", 1.0, **settings)
-    case = {"stage": stage, "offload": stage > 0, "accumulation": 2, "optimizer": with_params(**params)}
-    for weights in run(train, world, model="gpt", steps=STEPS, **case):
-        assert_parity(weights, reference)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_is_another_training(rule: str) -> None:
     """So that the test above can fail."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: exact resume, the state by name, the files, zero_to_fp32, and the size of the state."""
+"""The state of an engine by name, in files, through zero_to_fp32, and its size."""
 
 import subprocess
 import sys
@@ -14,7 +14,6 @@ from helpers.distributed import run
 from helpers.engine_state import ADAM, MUON, differing, local_states, named_states, state_sizes
 from helpers.models import MODELS, train_engine
 from helpers.oracles import OracleConfig, route, train_oracle
-from helpers.resume import RESUMED, resume, resume_all, save_and_go_on
 from helpers.training import BF16_OPTIMIZER, PARAMS, ds_config, fp32_weights, fresh_engine, make_engine
 
 #: Where ``safe_get_full_optimizer_state`` has to find every state.
@@ -27,26 +26,6 @@ NAMED: list[dict[str, Any]] = [
     BF16_OPTIMIZER,
     *({"stage": stage, "offload": True} for stage in (1, 2, 3)),
 ]
-
-
-# ---- exact resume -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("case", RESUMED, ids=str)
-def test_resume_is_exact(case: dict[str, Any], tmp_path: Path) -> None:
-    expected = run(save_and_go_on, 2, case=case, folder=str(tmp_path))
-    for wanted, got in zip(expected, run(resume, 2, case=case, folder=str(tmp_path)), strict=True):
-        assert differing(wanted, got) == []
-
-
-def test_resume_in_a_fresh_process_is_exact(tmp_path: Path) -> None:
-    cases: list[dict[str, Any]] = [{"stage": 2}, {"stage": 3, "dtype": "bf16"}, {"stage": 3, "offload": True}]
-    folders = [str(tmp_path / str(index)) for index in range(len(cases))]
-    expected = [run(save_and_go_on, 2, case=case, folder=folder) for case, folder in zip(cases, folders, strict=True)]
-    for rank, results in enumerate(run(resume_all, 2, fresh=True, cases=cases, folders=folders)):
-        for index, got in enumerate(results):
-            assert differing(expected[index][rank], got) == [], cases[index]
 
 
 # ---- states by name ---------------------------------------------------------------------------------------

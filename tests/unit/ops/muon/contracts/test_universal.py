@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run continues from what stock's converter makes of its checkpoint, at another stage and on other ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from helpers import nvme
+from helpers.contracts import around_a_move, merged
+from helpers.engine_state import differing
+from helpers.oracles import change_error
+from helpers.settings import SETTINGS, cells
+from helpers.universal import convert
+
+
+@pytest.mark.time_limit(1200)
+@pytest.mark.parametrize(("name", "index"), cells("universal"))
+def test_a_universal_checkpoint_continues_elsewhere(name: str, index: int, tmp_path: Path) -> None:
+    """With the same weights and states, bit for bit; in fp32 the weights of later steps are those of the other run."""
+    setting, case = SETTINGS[name], SETTINGS[name].case(index)
+    job = {"name": name, "index": index, "folder": str(tmp_path)}
+    weights, states, later = merged(nvme.run(around_a_move, case["world"], loads=False, **job))
+    convert(tmp_path)
+    loaded, found, last = merged(nvme.run(around_a_move, setting.elsewhere(case)["world"], loads=True, **job))
+    assert differing(weights, loaded) == []
+    if "int8" not in str(case):  # its blocks follow the ranks, so that a move rounds it once more
+        assert differing(states, found) == []
+    if case.get("dtype", "fp32") == "fp32" and "torch_autocast" not in case:
+        errors = {each: change_error(weights[each], last[each], later[each]) for each in later}
+        assert {each: error for each, error in errors.items() if error > max(1e-3, setting.bounds[0])} == {}

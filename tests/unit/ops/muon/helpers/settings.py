@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of settings: what is trained, in which cases, and what the oracle must know. A feature adds a row.
+
+The modules in contracts/ run over it: training equals the oracle, a resume is exact, a bad step leaves no trace, what
+is switched off does not change, and a universal checkpoint continues elsewhere.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from helpers import split_model, ways
+from helpers.attention import clip_heads, some_tau
+from helpers.oracles import OracleResult, route, train_oracle
+from helpers.parity import AUTOCAST, CELLS, FP16_AUTOCAST, HALVES, STEPS
+from helpers.rules import RULES
+from helpers.tensor_parallel import SPLIT as SPLIT_SHARDS
+from helpers.training import BF16_MASTERS, BF16_OPTIMIZER, FP32_GRADIENTS, ORACLE, with_params
+from helpers.ways import Case, Way
+
+CONTRACTS = ("oracle", "resume", "bad step", "frozen", "universal")
+MAX_CASES = 4
+"""Cases of a setting that run at most under each contract but the first."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table.
+
+    Args:
+        way: how a rank trains.
+        cases: what is trained, with `keys` of optimizer.params; some run by default, all in full runs.
+        params: optimizer.params beside the usual ones.
+        oracle: settings of the oracle that differ from the usual ones.
+        bounds: largest and mean error of a parameter after training in fp32, relative to its change.
+        without: contract -> why it is not run.
+        moves: where a universal checkpoint is loaded, if not at another stage on 2 or 3 ranks.
+        quick: how many cases run by default under each contract.
+    """
+
+    way: Way
+    cases: list[Case]
+    params: dict[str, Any] = field(default_factory=dict)
+    oracle: dict[str, Any] = field(default_factory=dict)
+    bounds: tuple[float, float] = (1e-3, 1e-3)
+    without: dict[str, str] = field(default_factory=dict)
+    moves: Case = field(default_factory=dict)
+    quick: int = 1
+
+    def case(self, index: int) -> Case:
+        """Return a case in full: on 2 ranks and clipped at 1 unless it says otherwise, with its section `optimizer`."""
+        case = {"world": 2, "clip": 1.0} | self.cases[index]
+        return case | {"optimizer": with_params(**self.params | case.pop("keys", {}))}
+
+    def elsewhere(self, case: Case) -> Case:
+        """Return where a universal checkpoint of a case is loaded: at another stage, and on other ranks."""
+        is_bound = any(key in str(case) for key in ("stages", "gradient_allreduce_op", "compute_grad_norm"))
+        stage = {} if is_bound or "stage" not in case else {"stage": {1: 2, 2: 3, 3: 1}[case["stage"]]}
+        return case | {"world": {1: 2, 2: 3, 3: 2, 4: 2}[case["world"]]} | stage | self.moves
+
+    def reference(self, case: Case, **more: Any) -> OracleResult:
+        """Train the oracle in fp64, from initial weights in the dtype of the case; return its result."""
+        net = self.way.whole(case).to(HALVES[case.get("dtype", "fp32")])
+        config = replace(ORACLE, clip=case["clip"], gradient_factor=self.way.factor(case), **self.oracle)
+        parts, special = self.way.parts(case), self.way.special(case, config)
+        routing = route(net, self.way.to_adam(case)) | dict.fromkeys(parts, "muon")
+        return train_oracle(net, net.batch, STEPS, routing, config, special=special, parts=parts, **more)
+
+
+def grid(stages: tuple[int, ...], worlds: tuple[int, ...] = (2,), **more: Any) -> list[Case]:
+    """Return a case for each stage and number of ranks."""
+    return [{"stage": stage, "world": world, **more} for world in worlds for stage in stages]
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "world": (1, 2, 3, 4),
+    "model": ("wide", "mlp", "gpt", "few"),
+    "accumulation": (1, 4),
+    "clip": (0.0, 1.0, 0.01),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "offload": (False, True),
+}
+
+
+def all_pairs() -> list[Case]:
+    """Return a deterministic greedy selection of cases that covers every pair of values of every two factors."""
+    cases = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+    cases = [case for case in cases if case["stage"] or not case["offload"]]  # offload needs ZeRO
+    pairs_of = [{(a, case[a], b, case[b]) for a, b in itertools.combinations(FACTORS, 2)} for case in cases]
+    missing, chosen = set().union(*pairs_of), []
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(pairs_of[index] & missing))
+        missing -= pairs_of[best]
+        chosen.append(cases[best])
+    return chosen
+
+
+def precisions() -> Iterator[Case]:
+    """Yield the cells of docs/evidence/support.md's table of stages, precisions and offload."""
+    autocast = {"autocast": AUTOCAST, "fp16 autocast": FP16_AUTOCAST}
+    for stage, precision, offload in CELLS:
+        case = {"stage": stage, "model": "wide", "offload": offload != "none"}
+        case |= {"zero": {"offload_param": {"device": "cpu"}}} if offload == "both" else {}
+        yield case | autocast.get(precision, {"dtype": precision})
+
+
+ZERO_SETTINGS: list[Case] = [
+    {"stage": 2, "zero": {"round_robin_gradients": True}},
+    {"stage": 1, "zero": {"round_robin_gradients": True}, "dtype": "bf16"},
+    {"stage": 1, "zero": {"reduce_scatter": False}},
+    {"stage": 2, "zero": {"overlap_comm": True, "contiguous_gradients": False}},
+    {"stage": 3, "zero": {"sub_group_size": 100}},
+    {"stage": 3, "zero": {"overlap_comm": True, "offload_param": {"device": "cpu"}}},
+    {"stage": 3, "zero": {"stage3_param_persistence_threshold": 0}},
+]
+WITHOUT_NORMS: list[Case] = [
+    {"stage": stage, "clip": 0.0, "zero": {"compute_grad_norm": False, **zero}, **more}
+    for stage, zero in ((1, {}), (2, {}), (2, {"contiguous_gradients": False}))
+    for more in (
+        {},
+        {"accumulation": 2},
+        {"dtype": "fp16"},
+        {"dtype": "bf16"},
+        {"dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}},
+    )
+]
+UNCHECKED: list[Case] = [
+    {"stage": stage, "dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}} for stage in (1, 2, 3)
+]
+SUMMED: list[Case] = [
+    *grid((0, 1, 2), gradient_allreduce_op="sum", accumulation=2),
+    {"stage": 2, "offload": True, "gradient_allreduce_op": "sum"},
+    {"stage": 0, "dtype": "bf16", "gradient_allreduce_op": "sum"},
+    BF16_OPTIMIZER | {"gradient_allreduce_op": "sum"},
+]
+OFFLOADED = [{"stage": stage, "offload": stage > 0, "accumulation": 2} for stage in (0, 1, 2, 3)]
+"""With fused projections, each stage; under ZeRO the optimizer is on the CPU."""
+MANY_RANKS: list[Case] = [case | {"world": world} for world in (2, 1, 3) for case in OFFLOADED]
+
+SCALER = {"bad step": "the dynamic loss scale remembers a bad step; test_gradient_scale.py has that"}
+NOT_CONVERTED = {"universal": "DeepSpeed's converter does not know deepspeed.moe layers"}
+AUTOEP_MOVES = {"universal": "test_expert_checkpoints.py moves AutoEP to other expert-parallel sizes"}
+MARKED = {"universal": "DeepSpeed's converter does not know Megatron's marks"}
+NEOX = {"universal": "the converter refuses copies that differ in the last bit, as those of GPT-NeoX do"}
+
+AUTOTP, MPU = ways.TensorParallel(), ways.Megatron()
+SETTINGS: dict[str, Setting] = {
+    "ZeRO": Setting(Way(), all_pairs(), quick=6),
+    "ZeRO on 1 to 4 ranks": Setting(
+        Way(), [case | {"world": world, "accumulation": 4} for world in (1, 2, 3, 4) for case in OFFLOADED], quick=2
+    ),
+    "precision and offload": Setting(Way(), list(precisions()), quick=5, without=SCALER),
+    "BF16_Optimizer": Setting(Way(), [BF16_OPTIMIZER, BF16_OPTIMIZER | {"world": 3, "clip": 0.0}]),
+    "bf16 with fp32 gradients": Setting(Way(), grid((2, 3), (3,), dtype="bf16", **FP32_GRADIENTS)),
+    "masters in bf16": Setting(
+        Way(),
+        [
+            *grid((1, 2, 3), (1, 2, 3), **BF16_MASTERS),
+            {"stage": 1, "accumulation": 4, "zero": {"round_robin_gradients": True}, **BF16_MASTERS},
+            {"stage": 2, "zero": {"overlap_comm": True}, "keys": {"momentum_dtype": "int8"}, **BF16_MASTERS},
+            {"stage": 2, "gradient_allreduce_op": "sum", **BF16_MASTERS},
+            {"stage": 3, "accumulation": 4, "zero": {"sub_group_size": 100}, **BF16_MASTERS},
+            {"stage": 3, "zero_init": True, **BF16_MASTERS},
+        ],
+        quick=2,
+    ),
+    "ZeRO's settings": Setting(Way(), [case | {"world": 3} for case in ZERO_SETTINGS], quick=3),
+    "hpZ": Setting(Way(), [{"stage": 3, "world": 4, "zero": {"zero_hpz_partition_size": 2}}]),
+    "zero.Init": Setting(
+        Way(),
+        [{"stage": 3, "model": "gpt", "zero_init": True, "offload": offload} for offload in (False, True)],
+        moves={"zero_init": False},
+    ),
+    "without norms": Setting(Way(), WITHOUT_NORMS, quick=2),
+    "bf16 unchecked": Setting(Way(), UNCHECKED),
+    "summed gradients": Setting(Way(), SUMMED, quick=2),
+    "tied, frozen, unused": Setting(
+        Way(),
+        [{"stage": stage, "model": model} for stage in (1, 2, 3) for model in ("frozen", "unused", "tied", "gpt_tied")],
+        quick=3,
+        without={"frozen": "the row ZeRO has it"},
+    ),
+    "user's groups": Setting(ways.UserGroups(), grid((0, 1, 2, 3), (2, 1, 3)), quick=2),
+    "momentum in bf16": Setting(
+        Way(),
+        [*grid((0, 1, 2, 3), (2, 1, 3)), *OFFLOADED, *grid((0, 1, 2, 3), dtype="bf16"), BF16_OPTIMIZER],
+        {"momentum_dtype": "bf16"},
+        bounds=(0.04, 0.02),
+        quick=2,
+    ),
+    "momentum in int8": Setting(
+        Way(),
+        [*grid((0, 1, 2, 3), (2, 1, 3)), *OFFLOADED, *grid((0, 1, 2, 3), dtype="bf16"), BF16_OPTIMIZER],
+        {"momentum_dtype": "int8"},
+        bounds=(0.25, 0.1),
+        quick=2,
+    ),
+    **{
+        name: Setting(Way(), [case | {"model": "gpt"} for case in MANY_RANKS], params, oracle)
+        for name, (params, oracle) in RULES.items()
+    },
+    **{
+        f"QK-clip, alpha {alpha}": Setting(
+            Way(),
+            [case | {"model": "gpt"} for case in MANY_RANKS],
+            {"qk_clip": {"tau": some_tau(), "alpha": alpha}},
+            {"observe": clip_heads(some_tau(), alpha)},
+        )
+        for alpha in (0.5, 0.2)
+    },
+    "split by the config": Setting(
+        ways.Split(), [*grid((0, 1, 2, 3), (2, 1, 3)), *OFFLOADED[1:]], split_model.OPTIMIZER["params"], quick=2
+    ),
+    "heads": Setting(ways.Heads(), grid((0, 1, 2, 3), (2, 1, 3), model="gpt"), {"per_head_muon": True}, quick=2),
+    "fused projections": Setting(ways.Layouts(), grid((0, 1, 2, 3), (2, 1, 3), model="layouts")),
+    **{
+        f"fused projections, {rule}": Setting(ways.Layouts(), grid((2, 3, 0, 1), model="layouts"), *RULES[rule])
+        for rule in ("normuon", "muon_eq, rows", "muon_plus, columns, rows")
+    },
+    "heads of latent attention": Setting(
+        ways.Layouts(), grid((1, 2, 3), (2, 1, 3), model="deepseek_v3"), {"per_head_muon": True}
+    ),
+    "low-rank factors": Setting(
+        ways.Layouts(),
+        [
+            case | {"keys": {"muon_lora": lora}}
+            for case in grid((1, 2, 3), (2, 1, 3), model="adapters")
+            for lora in ("B", "both")
+        ],
+    ),
+    "several owners": Setting(
+        Way(),
+        [*grid((0, 1, 2, 3), model="broad"), *(case | {"model": "broad"} for case in OFFLOADED)],
+        {"owners_per_matrix": 2},
+    ),
+    "AutoTP": Setting(
+        AUTOTP,
+        [
+            *grid((0, 1, 2, 3), (2, 4), model="llama"),
+            *grid((0, 2), (4,), model="llama", tp=4),  # one rank has no head at all
+            {"stage": 2, "world": 4, "model": "gated"},
+            {"stage": 3, "world": 4, "model": "llama", "offload": True},
+        ],
+        moves={"tp": 1},
+        quick=2,
+    ),
+    "AutoTP, heads": Setting(
+        AUTOTP, grid((0, 3, 2), (2, 4), model="llama"), {"per_head_muon": True}, moves={"world": 4}
+    ),
+    "AutoTP, fused": Setting(
+        AUTOTP,
+        [
+            {"stage": stage, "world": world, "model": model, "keys": {"muon_split": SPLIT_SHARDS[model]}}
+            for model, stage, world in (
+                ("neox", 1, 2),
+                ("neox", 3, 4),
+                ("gated", 0, 4),
+                ("gated", 2, 2),
+                ("gated", 3, 4),
+            )
+        ],
+        without=NEOX,
+    ),
+    "AutoTP, shards": Setting(
+        AUTOTP,
+        [{"stage": stage, "world": world, "model": "llama"} for stage, world in ((2, 2), (0, 4), (3, 4))],
+        {"tp_mode": "shard"},
+        moves={"world": 4},
+    ),
+    "AutoTP, normuon": Setting(
+        AUTOTP,
+        [
+            case | {"keys": {"tp_mode": mode}}
+            for case in grid((2, 0, 1, 3), model="llama")
+            for mode in ("whole", "shard")
+        ],
+        *RULES["normuon"],
+        moves={"world": 4},
+    ),
+    "AutoTP in bf16": Setting(
+        AUTOTP,
+        [
+            {"stage": 2, "world": 4, "model": "llama", "dtype": "bf16", "keys": {"momentum_dtype": "bf16"}},
+            {"stage": 3, "world": 4, "model": "llama", "dtype": "bf16", "offload": True},
+            {"stage": 3, "world": 4, "model": "llama", "dtype": "bf16", "keys": {"momentum_dtype": "int8"}},
+        ],
+        moves={"world": 2},
+    ),
+    "mpu": Setting(
+        MPU,
+        [
+            *grid((3, 0, 1, 2), (2, 4)),
+            *grid((0, 1, 2, 3), (4,), first="data"),
+            *({"stages": 2, "world": world} for world in (4, 8)),
+            {"stages": 1, "world": 4},
+        ],
+        without=MARKED,
+        quick=2,
+    ),
+    **{
+        f"mpu, {name}": Setting(MPU, [*grid((2, 3, 0, 1), (2, 4)), {"stages": 2, "world": 4}], params, without=MARKED)
+        for name, params in (("heads", {"per_head_muon": True}), ("shards", {"tp_mode": "shard"}))
+    },
+    "mpu, normuon": Setting(
+        MPU, [{"stages": 2, "world": 4}, *grid((0, 1, 2, 3), (4,))], *RULES["normuon"], without=MARKED
+    ),
+    "mpu in bf16": Setting(
+        MPU,
+        [
+            {"world": 4, "dtype": "bf16", **case}
+            for case in (
+                {"stage": 2, "keys": {"momentum_dtype": "bf16"}},
+                {"stage": 3, "offload": True},
+                {"stage": 1, "keys": {"momentum_dtype": "int8"}},
+                {"stage": 1, **FP32_GRADIENTS},
+                {"stage": 0},
+                {"stages": 2},
+                {"stages": 2, "offload": True},
+                {"stages": 2, **FP32_GRADIENTS},
+                {"stages": 2, "stage": 0},
+            )
+        ],
+        without=MARKED,
+    ),
+    "pipeline": Setting(
+        ways.Pipeline(),
+        [
+            *({"model": model, "world": world} for model in ("tied", "late", "untied", "mlp") for world in (4, 2)),
+            *({"model": model, "world": 4, "stages": 4} for model in ("tied", "mlp")),
+        ],
+        moves={"stages": 1},
+        quick=2,
+    ),
+    "pipeline's precision and settings": Setting(
+        ways.Pipeline(),
+        [
+            {"model": model, "world": 4, **config}
+            for model in ("tied", "late")
+            for config in (
+                {"dtype": "bf16"},
+                {"dtype": "bf16", **FP32_GRADIENTS},
+                {"dtype": "bf16", "stage": 0},
+                {"stage": 0},
+                {"dtype": "fp16"},
+                {"dtype": "fp16", "stage": 0},
+                {"offload": True},
+                {"zero": {"round_robin_gradients": True, "contiguous_gradients": False}},
+                {"clip": 0.01},
+                {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
+                AUTOCAST,
+                FP16_AUTOCAST,
+            )
+        ],
+        moves={"stages": 1},
+        quick=2,
+        without=SCALER,
+    ),
+    "experts": Setting(
+        ways.Experts(),
+        [
+            *grid((1, 2), (2, 4)),
+            *grid((0,), (4, 2), clip=0.0),  # there DeepSpeed clips by the mean of the ranks' norms
+            {"stage": 1, "world": 4, "offload": True, "accumulation": 2},
+            {"stage": 2, "world": 4, "offload": True},
+            {"stage": 1, "world": 4, "zero": {"round_robin_gradients": True}},
+        ],
+        without=NOT_CONVERTED,
+    ),
+    "experts in bf16": Setting(
+        ways.Experts(),
+        [
+            *grid((0, 1, 2), (4,), dtype="bf16", clip=0.0),
+            {"stage": 1, "world": 4, "clip": 0.0, "dtype": "bf16", **FP32_GRADIENTS},
+        ],
+        without=NOT_CONVERTED,
+    ),
+    "experts, normuon": Setting(ways.Experts(), grid((2, 1), (4,)), *RULES["normuon"], without=NOT_CONVERTED),
+    "experts without tokens": Setting(ways.WithoutTokens(), grid((1, 2), (2, 4)), without=NOT_CONVERTED),
+    "experts beside mpu and in pipelines": Setting(
+        ways.ExpertsBeside(),
+        [
+            {"stages": 2, "world": 4},
+            *grid((2, 1), (4,), size=2),
+            *grid((0,), (4,), size=2, clip=0.0),
+            *grid((1, 2), (4,), size=2, offload=True),
+            {"stages": 2, "size": 2, "world": 8},
+        ],
+        without=NOT_CONVERTED,
+    ),
+    "AutoEP": Setting(
+        ways.AutoEp(),
+        [
+            {"stage": stage, "world": world, "experts": experts, "clip": 1.0 if stage else 0.0}
+            for world, experts in ((2, 4), (4, 4), (4, 2))
+            for stage in (2, 3, 0, 1)
+        ],
+        without=AUTOEP_MOVES,
+    ),
+    "AutoEP, normuon": Setting(ways.AutoEp(), grid((3, 2, 1), (4,)), *RULES["normuon"], without=AUTOEP_MOVES),
+    "AutoEP beside AutoTP": Setting(
+        ways.AutoEp(),
+        [
+            {"stage": stage, "world": 4, "tp": 2, "clip": 1.0 if stage else 0.0, "keys": {"tp_mode": mode}}
+            for stage in (1, 0, 2, 3)
+            for mode in ("whole", "shard")
+        ],
+        without=AUTOEP_MOVES,
+    ),
+    "NVMe": Setting(
+        ways.Nvme(),
+        [{"pipelined": True}, {}, {"params": "nvme", "pipelined": True}, {"dtype": "bf16"}],
+    ),
+}
+
+
+def possible(contract: str, setting: Setting) -> list[int]:
+    """Return the numbers of the cases that run under a contract, if DeepSpeed has what it needs."""
+    if contract in setting.without:
+        return []
+    needs_zero = contract == "universal"  # whose files the converter reads
+    found = [index for index, case in enumerate(setting.cases) if not needs_zero or case.get("stage", 1) > 0]
+    count = len(found) if contract == "oracle" else min(len(found), max(MAX_CASES, setting.quick))
+    return [found[turn * len(found) // count] for turn in range(count)]
+
+
+def cells(contract: str) -> list[Any]:
+    """Return (name of a setting, number of a case) for every cell of a contract; most are `full`.
+
+    By default each contract starts at another case, so that together they reach more of them.
+    """
+    found = []
+    for name, setting in SETTINGS.items():
+        chosen, first = possible(contract, setting), CONTRACTS.index(contract)
+        turns = range(setting.quick if chosen else 0)
+        quick = {chosen[(first + turn * len(chosen) // setting.quick) % len(chosen)] for turn in turns}
+        for index in chosen:
+            text = ", ".join(f"{key} {value}" for key, value in setting.cases[index].items())
+            marks = [] if index in quick else [pytest.mark.full]
+            found.append(pytest.param(name, index, id=f"{name}: {text}", marks=marks))
+    return found

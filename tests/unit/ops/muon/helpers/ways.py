@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to train: under each kind of parallelism, how a rank makes an engine, takes a step and reads the weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers import engine_state, experts_beside, megatron, nvme, pipelines, split_model, tensor_parallel
+from helpers.experts import EP, EXPERTS, INNER, Mixtral, WithExperts, autoep, global_name, spread_model
+from helpers.language_models import WIDTH
+from helpers.models import GLOBAL_BATCH, MODELS, Fused, fused_parts, halve, train_engine
+from helpers.oracles import OracleConfig, Part, route
+from helpers.training import ds_config, fp32_weights, make_engine, steps_done
+
+Case = dict[str, Any]
+"""One training: `world`, the number of ranks, and arguments of a way's `build`, mostly those of `ds_config`."""
+Parts = dict[str, list[Part]]
+"""Parameter name -> the elements of each of its matrices."""
+
+
+def index_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameter name -> the number of each element, in the parameter's shape."""
+    return {name: torch.arange(param.numel()).view(param.shape) for name, param in model.named_parameters()}
+
+
+class Way:
+    """Training under ZeRO alone, of a `model` of `MODELS`, and what the other ways have in common."""
+
+    def whole(self, case: Case) -> Any:
+        """Return the whole model, with the weights that training starts from."""
+        return MODELS[case.get("model", "mlp")]()
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        """Return beginnings of the names of the matrices that AdamW updates."""
+        return ("tokens", "positions", "lm_head") if case.get("model", "").startswith("gpt") else ()
+
+    def parts(self, case: Case) -> Parts:
+        """Return the matrices of each parameter that is several."""
+        return fused_parts(self.whole(case))
+
+    def special(self, case: Case, config: OracleConfig) -> dict[str, OracleConfig]:
+        """Return parameter name -> the oracle's settings, where they are not `config`."""
+        return {}
+
+    def factor(self, case: Case) -> float:
+        """Return how many times as large as the mean over all samples the gradient is."""
+        return case["world"] if case.get("gradient_allreduce_op") == "sum" else 1.0
+
+    def build(self, seed: int, model: str = "mlp", zero_init: bool = False, **config: Any) -> Any:
+        """Return an engine, whose first weights are those of `whole` if `seed` is 0, otherwise others."""
+        import deepspeed
+
+        settings = ds_config(**config)
+        with deepspeed.zero.Init(config_dict_or_path=settings) if zero_init else nullcontext():
+            net = MODELS[model]()
+        return make_engine(halve(net, seed), settings)
+
+    @contextmanager
+    def engine(self, case: Case, seed: int = 0, **more: Any) -> Iterator[Any]:
+        """Yield the engine of a case, whose config `more` updates."""
+        engine = self.build(seed, **{key: value for key, value in (case | more).items() if key != "world"})
+        yield engine
+        engine.destroy()
+
+    def step(self, engine: Any, number: int) -> None:
+        """Take a step on this rank's share of the global batch `number`."""
+        train_engine(engine, 1, first_step=number)
+
+    def take(self, engine: Any, number: int) -> None:
+        """Take a step, again and again while the loss scale is too large for it."""
+        before = steps_done(engine)
+        for _ in range(40):
+            self.step(engine, number)
+            if steps_done(engine) > before:
+                return
+        raise AssertionError("every step is skipped")
+
+    def weights(self, engine: Any) -> dict[str, Tensor]:
+        """Return name -> whole master weight, of the parameters that this rank has."""
+        return fp32_weights(engine)
+
+    def on_rank(self, weights: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+        """Return the weights of the whole model under the names, and in the parts, that `weights` has on a rank."""
+        return weights
+
+    def snapshot(self, engine: Any) -> dict[str, Tensor]:
+        """Return copies of this rank's weights, master weights and optimizer state."""
+        return engine_state.snapshot(engine)
+
+    def states(self, engine: Any) -> dict[str, Tensor]:
+        """Return "parameter.key" -> whole optimizer state, of the parameters that this rank has."""
+        return engine_state.named_states(engine)
+
+    def names(self, engine: Any) -> dict[str, nn.Parameter]:
+        """Return name in the whole model -> parameter, of those that this rank has and trains."""
+        return {spec.name: param for param, spec in engine.basic_optimizer.specs.items()}
+
+    def stands_still(self, name: str, number: int) -> bool:
+        """Return whether a parameter that is trained has no gradient in a step."""
+        return False
+
+    def spoiled(self, engine: Any) -> list[list[nn.Parameter]]:
+        """Return groups of parameters, each of which is to have bad gradients on one rank in one step."""
+        group = getattr(engine, "model_group", None)
+        found: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for param, spec in engine.basic_optimizer.specs.items():
+            # With an mpu DeepSpeed's norm leaves out the copies of the other model-parallel ranks.
+            is_copy = group is not None and not hasattr(param, "partition_dim") and getattr(param, "allreduce", True)
+            if not is_copy:
+                found[spec.use_muon].append(param)
+        muon, adam = found[True], found[False]
+        return [params for params in (muon[:1], adam[:1], muon + adam) if params]
+
+
+class Split(Way):
+    """Parameters that a config splits."""
+
+    def whole(self, case: Case) -> Any:
+        return Fused()
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("lm_head",)
+
+    def parts(self, case: Case) -> Parts:
+        return split_model.parts()
+
+    def build(self, seed: int, **config: Any) -> Any:
+        return super().build(seed, model="fused", **config)
+
+
+class Heads(Way):
+    """A matrix for each head of the queries, keys and values of TinyGpt: 6 rows each."""
+
+    def parts(self, case: Case) -> Parts:
+        return {name: list(index.split(6)) for name, index in index_of(self.whole(case)).items() if "qkv" in name}
+
+
+class Layouts(Way):
+    """Models whose weights are several matrices, in every layout that the package knows by itself."""
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        names = [name for name, _ in self.whole(case).named_parameters()]
+        of_muon = {"B": ("lora_B",), "both": ("lora_A", "lora_B")}.get(case["optimizer"]["params"].get("muon_lora"), ())
+        lora = [name for name in names if "lora" in name and not any(part in name for part in of_muon)]
+        return (*lora, *(name for name in names if any(word in name for word in ("embed", "wte", "wpe", "head"))))
+
+    def parts(self, case: Case) -> Parts:
+        parts, index = {}, index_of(self.whole(case))
+        if case["model"] == "deepseek_v3":  # of each head 4 + 2 rows of the queries, 4 of the keys, 3 of the values
+            parts |= {name: list(numbers.split(6)) for name, numbers in index.items() if "q_b_proj" in name}
+            parts |= {name: list(numbers.split([4, 3] * 3)) for name, numbers in index.items() if "kv_b" in name}
+        for name, numbers in index.items() if case["model"] == "layouts" else ():
+            if "c_attn.weight" in name:
+                parts[name] = list(numbers.chunk(3, dim=1))
+            elif "query_key_value.weight" in name:
+                parts[name] = [heads.reshape(-1, WIDTH) for heads in numbers.view(3, 3, 4, WIDTH).unbind(1)]
+            elif "qkv_proj" in name:
+                parts[name] = list(numbers.split([12, 4, 4]))
+            elif "gate_up_proj.weight" in name:
+                parts[name] = list(numbers.chunk(2))
+            elif "in_proj_weight" in name:
+                parts[name] = list(numbers.chunk(3))
+            elif "experts" in name:
+                halves = numbers.chunk(2, dim=1 if "first" in name else 2) if "gate_up" in name else (numbers,)
+                parts[name] = [matrix for half in halves for matrix in half]
+        return parts
+
+    def special(self, case: Case, config: OracleConfig) -> dict[str, OracleConfig]:
+        turned = replace(config, output_axis=1)
+        names = [name for name, _ in self.whole(case).named_parameters()] if case["model"] == "layouts" else []
+        return {name: turned for name in names if "c_" in name or "second_experts" in name}
+
+
+class UserGroups(Way):
+    """Parameter groups with settings of their own: layer 4, layers 0 and 1, layers 2 and 3."""
+
+    SECOND = {"lr": 0.005, "momentum": 0.5, "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6}
+    THIRD = {"muon_lr": 0.01, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_method": "gram"}
+
+    def special(self, case: Case, config: OracleConfig) -> dict[str, OracleConfig]:
+        second = replace(config, **self.SECOND, adam_lr=0.005, adam_weight_decay=0.0)
+        third = replace(config, lr=0.01, nesterov=False, scale="match_rms_adamw")
+        by_layer = {"0": second, "1": second, "2": third, "3": third}
+        names = [name for name, _ in self.whole(case).named_parameters()]
+        return {name: by_layer[name[7]] for name in names if name[7] in by_layer}
+
+    def build(self, seed: int, **config: Any) -> Any:
+        net: Any = halve(MODELS["mlp"](), seed)
+        first, second, third = (
+            {"params": [param for layer in layers for param in layer.parameters()]}
+            for layers in (net.layers[4:], net.layers[:2], net.layers[2:4])
+        )
+        return make_engine(net, ds_config(**config), model_parameters=[first, second | self.SECOND, third | self.THIRD])
+
+
+class TensorParallel(Way):
+    """AutoTP on `tp` ranks of a `model` of `tensor_parallel.model`."""
+
+    def whole(self, case: Case) -> Any:
+        return tensor_parallel.model(case["model"])
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("model.embed", "lm_head", "gpt_neox.embed", "embed_out")
+
+    def parts(self, case: Case) -> Parts:
+        found, params = {}, case["optimizer"]["params"]
+        muon = route(self.whole(case), self.to_adam(case))
+        for name, index in index_of(self.whole(case)).items():
+            if params.get("per_head_muon") and any(f"{leaf}_proj" in name for leaf in "qkv"):
+                found[name] = list(index.split(tensor_parallel.HEAD))
+            if "muon_split" in params and "query_key_value.weight" in name:
+                found[name] = [
+                    part.reshape(-1, 24)
+                    for part in index.view(6, 3 * tensor_parallel.HEAD, 24).split(tensor_parallel.HEAD, dim=1)
+                ]
+            if "muon_split" in params and "gate_up" in name:
+                found[name] = list(index.split(17))
+            if params.get("tp_mode") == "shard" and muon[name] == "muon":
+                axis = int("o_proj" in name or "down_proj" in name)
+                length = index.shape[axis]
+                first = length // 3 * 2 if "self_attn" in name else length // 2
+                found[name] = list(index.split([first, length - first], dim=axis))
+        return found
+
+    def build(self, seed: int, model: str, **config: Any) -> Any:
+        return tensor_parallel.build(halve(tensor_parallel.model(model), seed), **config)
+
+    def step(self, engine: Any, number: int) -> None:
+        tensor_parallel.train_steps(engine, 1, engine.autotp_size(), first=number)
+
+    def weights(self, engine: Any) -> dict[str, Tensor]:
+        return tensor_parallel.whole_weights(engine)
+
+    def states(self, engine: Any) -> dict[str, Tensor]:
+        """Return nothing: states are sharded as the weights are, and show in the weights of later steps."""
+        return {}
+
+
+class Megatron(Way):
+    """A model-parallel unit (mpu) of `size` ranks, in a pipeline if there are `stages`."""
+
+    def whole(self, case: Case) -> Any:
+        return megatron.Stack()
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("3.lm_head",)
+
+    def parts(self, case: Case) -> Parts:
+        """Return gate and up, which are two matrices anyway, and with the case's params heads or shards."""
+        found, params = {}, case["optimizer"]["params"]
+        count = 2 if params.get("tp_mode") == "shard" else 1
+        for name, index in index_of(megatron.Stack()).items():
+            if "gate_up_proj.weight" in name:
+                found[name] = [half for part in index.split(megatron.INNER) for half in part.chunk(count)]
+            elif "_proj.weight" in name and count > 1:
+                found[name] = list(index.chunk(count, dim=int("o_proj" in name or "down_proj" in name)))
+            elif any(f"{leaf}_proj" in name for leaf in "qkv") and params.get("per_head_muon"):
+                found[name] = list(index.chunk(megatron.HEADS))
+        return found
+
+    def build(self, seed: int, **config: Any) -> Any:
+        return megatron.build(seed=seed, **config)
+
+    def step(self, engine: Any, number: int) -> None:
+        megatron.train_step(engine, megatron.batch(number))
+
+    def weights(self, engine: Any) -> dict[str, Tensor]:
+        return megatron.whole_weights(engine)
+
+
+class Pipeline(Way):
+    """A pipeline of `stages` (2) and micro-batches."""
+
+    def whole(self, case: Case) -> Any:
+        return pipelines.Whole(case["model"])
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return tuple(pipelines.ADAM[case["model"]])
+
+    def build(self, seed: int, model: str, stages: int = 2, **config: Any) -> Any:
+        net = halve(pipelines.make_pipeline(model, stages), seed)
+        net.batches = model
+        return make_engine(net, pipelines.pipeline_config(stages, **config))
+
+    def step(self, engine: Any, number: int) -> None:
+        engine.train_batch(pipelines.shares(engine.module.batches, engine, number))
+
+
+class Experts(Way):
+    """DeepSpeed's own MoE layer: experts on two ranks each; on a rank they have local numbers."""
+
+    def whole(self, case: Case) -> Any:
+        return WithExperts(spread=False)
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("lm_head", "layer.deepspeed_moe.gate")
+
+    def build(self, seed: int, **config: Any) -> Any:
+        return make_engine(halve(spread_model(), seed), ds_config(**config))
+
+    def weights(self, engine: Any) -> dict[str, Tensor]:
+        return {global_name(name, dist.get_rank()): value for name, value in fp32_weights(engine).items()}
+
+    def names(self, engine: Any) -> dict[str, nn.Parameter]:
+        return {global_name(name, dist.get_rank()): param for name, param in super().names(engine).items()}
+
+    def spoiled(self, engine: Any) -> list[list[nn.Parameter]]:
+        """Return an expert's matrix first, which other ranks do not have."""
+        experts = [param for name, param in self.names(engine).items() if "experts" in name and param.ndim > 1]
+        return [experts[:1], *super().spoiled(engine)]
+
+
+class WithoutTokens(Experts):
+    """The same; in the steps `EMPTY` the last expert gets no token."""
+
+    EMPTY = (1, 2)
+    now = 0
+    """The step that is trained."""
+
+    def close(self, logits: Tensor) -> Tensor:
+        """Return logits of a gate that keeps tokens from the last expert."""
+        closed = torch.zeros_like(logits)
+        closed[..., -1] = -1e9 if self.now in self.EMPTY else 0.0
+        return logits + closed
+
+    def whole(self, case: Case) -> Any:
+        net = super().whole(case)
+        net.layer.deepspeed_moe.gate.wg.register_forward_hook(lambda gate, args, logits: self.close(logits))
+        net.batch = self.batch
+        return net
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the global batch of a step, which is now trained."""
+        self.now = number
+        return WithExperts.batch(None, number)
+
+    def stands_still(self, name: str, number: int) -> bool:
+        return number in self.EMPTY and f"experts.{EXPERTS - 1}." in name and name.endswith("weight")
+
+    @contextmanager
+    def engine(self, case: Case, seed: int = 0, **more: Any) -> Iterator[Any]:
+        from deepspeed.moe import sharded_moe
+
+        gate = sharded_moe.top1gating
+        with pytest.MonkeyPatch.context() as patch, super().engine(case, seed, **more) as engine:
+            patch.setattr(sharded_moe, "top1gating", lambda logits, *args, **kw: gate(self.close(logits), *args, **kw))
+            yield engine
+
+    def step(self, engine: Any, number: int) -> None:
+        self.now = number
+        super().step(engine, number)
+
+
+class AutoEp(Experts):
+    """AutoEP of a Mixtral's experts over two ranks, which AutoTP also uses if the case has `tp` 2."""
+
+    def whole(self, case: Case) -> Any:
+        return Mixtral(case.get("experts", 4), key_heads=case.get("tp", 1))
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        names = [name for name, _ in self.whole(case).named_parameters()]
+        outer = ("embed_tokens", "norm", "mlp.gate.weight", "lm_head")
+        return tuple(name for name in names if any(part in name for part in outer))
+
+    def parts(self, case: Case) -> Parts:
+        parts, shards = {}, 2 if case["optimizer"]["params"].get("tp_mode") == "shard" else 1
+        for name, index in index_of(self.whole(case)).items():
+            if "self_attn" in name and shards > 1:
+                parts[name] = list(index.chunk(shards, dim=int("o_proj" in name)))
+            if name.endswith("gate_up_proj"):
+                parts[name] = [half for expert in index for half in expert.split(INNER)]
+            elif name.endswith("down_proj"):
+                parts[name] = list(index)
+        return parts
+
+    def build(self, seed: int, stage: int, experts: int = 4, tp: int = 1, **config: Any) -> Any:
+        settings = autoep(stage, 2, **config)
+        if tp > 1:
+            settings["tensor_parallel"] = {"autotp_size": tp, "preset_model": "mixtral"}
+            settings["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH * tp // dist.get_world_size()
+        return make_engine(halve(Mixtral(experts, key_heads=tp), seed), settings)
+
+    def step(self, engine: Any, number: int) -> None:
+        tensor_parallel.train_steps(engine, 1, max(1, engine.autotp_size()), first=number)
+
+    def weights(self, engine: Any) -> dict[str, Tensor]:
+        return tensor_parallel.whole_weights(engine) if engine.autotp_size() > 1 else fp32_weights(engine)
+
+    def on_rank(self, weights: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+        """Return the weights as AutoEP lays them out on a rank."""
+        found = {}
+        for name, weight in weights.items():
+            if ".experts." in name:
+                prefix, leaf = name.rsplit(".", 1)
+                mine = weight.chunk(2)[rank % 2]
+                pairs = {"w2": mine} if leaf == "down_proj" else dict(zip(("w1", "w3"), mine.chunk(2, 1), strict=True))
+                found |= {f"{prefix}.{key}": value for key, value in pairs.items()}
+            else:
+                found[name.replace("mlp.gate", "mlp.router.gate")] = weight
+        return found
+
+    def names(self, engine: Any) -> dict[str, nn.Parameter]:
+        return Way.names(self, engine)
+
+
+class ExpertsBeside(Experts):
+    """DeepSpeed's MoE layers with an mpu of `size` ranks, in a pipeline of `stages`, or both."""
+
+    def whole(self, case: Case) -> Any:
+        return experts_beside.Mixed()
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("3.lm_head", "1.layer.deepspeed_moe.gate", "2.layer.deepspeed_moe.gate")
+
+    def build(self, seed: int, **config: Any) -> Any:
+        return experts_beside.build(seed=seed, **config)
+
+    def step(self, engine: Any, number: int) -> None:
+        megatron.train_step(engine, WithExperts.batch(engine.module, number))
+
+    def weights(self, engine: Any) -> dict[str, Tensor]:
+        return experts_beside.whole_weights(engine)
+
+    def names(self, engine: Any) -> dict[str, nn.Parameter]:
+        return {global_name(name, dist.get_rank() % EP): param for name, param in Way.names(self, engine).items()}
+
+
+class Nvme(Way):
+    """Optimizer states on NVMe; `swap` is a folder."""
+
+    def whole(self, case: Case) -> Any:
+        return nvme.Wide()
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("tokens",)
+
+    def build(self, seed: int, swap: str, **config: Any) -> Any:
+        return nvme.nvme_engine(seed, folder=f"{swap}/{seed}", **config)
+
+    def snapshot(self, engine: Any) -> dict[str, Tensor]:
+        return nvme.weights_of(engine) | engine_state.named_states(engine)
