@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,11 @@ def test_a_page_names_tests_that_exist_and_no_path_of_a_machine_in_short_lines(p
     lines = re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines()
     long = [line for line in lines if len(line) > 120 and not line.startswith("|")]
     assert long == [] or page_id(path) in GENERATED
+
+
+def test_the_matrix_has_the_table_of_settings() -> None:
+    """`python tools/support_table.py` writes it."""
+    assert runpy.run_path(str(ROOT / "tools" / "support_table.py"))["page"]() == read("evidence/support.md")
 
 
 def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:

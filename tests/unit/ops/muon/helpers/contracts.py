@@ -118,7 +118,7 @@ def frozen_in(setting: Setting, case: Case, number: int) -> set[str]:
     """Return the matrices that are frozen in a step: the first, the second, the first two of them, the last two."""
     net = setting.way.whole(case)
     routing = route(net, setting.way.to_adam(case)) | dict.fromkeys(setting.way.parts(case), "muon")
-    muon = [name for name, kind in routing.items() if kind == "muon"]
+    muon = [name for name, kind in routing.items() if kind == "muon" and not name.endswith(setting.way.renamed)]
     return set([muon[:1], muon[:2], muon[1:2], [], muon[-2:]][number])
 
 
@@ -139,12 +139,15 @@ def train_frozen(name: str, index: int, folder: str, resumes: bool) -> tuple[dic
                 before = local_matrices(setting, engine)
                 for each, param in params.items():
                     param.requires_grad_(each not in frozen)
-                if resumes and not seed and number == SAVED:
+                is_save = resumes and not seed and number == SAVED
+                if is_save:
                     engine.save_checkpoint(folder)
-                    break
-                setting.way.take(engine, number)
+                else:
+                    setting.way.take(engine, number)
                 for param in params.values():
                     param.requires_grad_(True)
+                if is_save:
+                    break
                 after = local_matrices(setting, engine)
                 still = {each for each in before if each in frozen or setting.way.stands_still(each, number)}
                 wrong += [

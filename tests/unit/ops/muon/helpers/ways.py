@@ -32,6 +32,9 @@ def index_of(model: nn.Module) -> dict[str, Tensor]:
 class Way:
     """Training under ZeRO alone, of a `model` of `MODELS`, and what the other ways have in common."""
 
+    #: Ends of the names of parameters that have others on a rank.
+    renamed: tuple[str, ...] = ()
+
     def whole(self, case: Case) -> Any:
         """Return the whole model, with the weights that training starts from."""
         return MODELS[case.get("model", "mlp")]()
@@ -107,15 +110,20 @@ class Way:
 
     def spoiled(self, engine: Any) -> list[list[nn.Parameter]]:
         """Return groups of parameters, each of which is to have bad gradients on one rank in one step."""
-        group = getattr(engine, "model_group", None)
         found: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for param, spec in engine.basic_optimizer.specs.items():
-            # With an mpu DeepSpeed's norm leaves out the copies of the other model-parallel ranks.
-            is_copy = group is not None and not hasattr(param, "partition_dim") and getattr(param, "allreduce", True)
-            if not is_copy:
+            if not self.is_copy(engine, param):
                 found[spec.use_muon].append(param)
         muon, adam = found[True], found[False]
         return [params for params in (muon[:1], adam[:1], muon + adam) if params]
+
+    def is_copy(self, engine: Any, param: nn.Parameter) -> bool:
+        """Return whether all tensor-parallel ranks have a parameter, whose norm DeepSpeed takes on the first alone."""
+        if not hasattr(engine, "model_group") and engine.autotp_size() < 2:
+            return False
+        note = getattr(param, "ds_autotp_universal_checkpoint_meta", {"replicated": True})
+        is_cut = hasattr(param, "partition_dim") or not note["replicated"]
+        return getattr(param, "allreduce", True) and not is_cut
 
 
 class Split(Way):
@@ -359,6 +367,8 @@ class WithoutTokens(Experts):
 
 class AutoEp(Experts):
     """AutoEP of a Mixtral's experts over two ranks, which AutoTP also uses if the case has `tp` 2."""
+
+    renamed = ("experts.gate_up_proj", "experts.down_proj")
 
     def whole(self, case: Case) -> Any:
         return Mixtral(case.get("experts", 4), key_heads=case.get("tp", 1))
