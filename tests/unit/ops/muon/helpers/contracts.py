@@ -86,7 +86,7 @@ def around_a_move(
     """Save, or load what stock's converter made of it elsewhere; return (weights, states, weights two steps later)."""
     setting, case = find(name, index, folder)
     case, more = (setting.elsewhere(case), {"checkpoint": {"load_universal": True}}) if loads else (case, {})
-    with setting.way.engine(case, seed=int(loads), **more) as engine:
+    with setting.way.engine(case, **more) as engine:
         if loads:
             assert engine.load_checkpoint(folder, tag="universal")[0] is not None
         else:
