@@ -381,7 +381,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "experts, normuon": Setting(ways.Experts(), grid((2, 1), (4,)), *RULES["normuon"], without=NOT_CONVERTED),
     "experts without tokens": Setting(ways.WithoutTokens(), grid((1, 2), (2, 4)), without=NOT_CONVERTED),
-    "experts beside mpu and in pipelines": Setting(
+    "experts with an mpu and in pipelines": Setting(
         ways.ExpertsBeside(),
         [
             {"stages": 2, "world": 4},
@@ -402,7 +402,7 @@ SETTINGS: dict[str, Setting] = {
         without=AUTOEP_MOVES,
     ),
     "AutoEP, normuon": Setting(ways.AutoEp(), grid((3, 2, 1), (4,)), *RULES["normuon"], without=AUTOEP_MOVES),
-    "AutoEP beside AutoTP": Setting(
+    "AutoEP with AutoTP": Setting(
         ways.AutoEp(),
         [
             {"stage": stage, "world": 4, "tp": 2, "clip": 1.0 if stage else 0.0, "keys": {"tp_mode": mode}}
