@@ -19,7 +19,7 @@ from helpers.parity import AUTOCAST, CELLS, FP16_AUTOCAST, HALVES, STEPS
 from helpers.rules import RULES
 from helpers.tensor_parallel import SPLIT as SPLIT_SHARDS
 from helpers.training import BF16_MASTERS, BF16_OPTIMIZER, FP32_GRADIENTS, ORACLE, with_params
-from helpers.ways import Case, Way
+from helpers.ways import Case, Parts, Way
 
 CONTRACTS = ("oracle", "resume", "bad step", "frozen", "universal")
 MAX_CASES = 4
@@ -61,11 +61,11 @@ class Setting:
         stage = {} if is_bound or "stage" not in case else {"stage": {1: 2, 2: 3, 3: 1}[case["stage"]]}
         return case | {"world": {1: 2, 2: 3, 3: 2, 4: 2}[case["world"]]} | stage | self.moves
 
-    def reference(self, case: Case, **more: Any) -> OracleResult:
-        """Train the oracle in fp64, from initial weights in the dtype of the case; return its result."""
+    def reference(self, case: Case, parts: Parts | None = None, **more: Any) -> OracleResult:
+        """Train the oracle in fp64, from weights in the dtype of the case, by its own `parts` or others."""
         net = self.way.whole(case).to(HALVES[case.get("dtype", "fp32")])
         config = replace(ORACLE, clip=case["clip"], gradient_factor=self.way.factor(case), **self.oracle)
-        parts, special = self.way.parts(case), self.way.special(case, config)
+        parts, special = self.way.parts(case) if parts is None else parts, self.way.special(case, config)
         routing = route(net, self.way.to_adam(case)) | dict.fromkeys(parts, "muon")
         return train_oracle(net, net.batch, STEPS, routing, config, special=special, parts=parts, **more)
 
@@ -222,6 +222,9 @@ SETTINGS: dict[str, Setting] = {
         f"fused projections, {rule}": Setting(ways.Layouts(), grid((2, 3, 0, 1), model="layouts"), *RULES[rule])
         for rule in ("normuon", "muon_eq, rows", "muon_plus, columns, rows")
     },
+    "fused projections as one matrix": Setting(
+        ways.Layouts(), grid((1, 2, 3, 0), model="layouts"), {"muon_fused": "whole"}
+    ),
     "heads of latent attention": Setting(
         ways.Layouts(), grid((1, 2, 3), (2, 1, 3), model="deepseek_v3"), {"per_head_muon": True}
     ),

@@ -164,6 +164,8 @@ class Layouts(Way):
             parts |= {name: list(numbers.split(6)) for name, numbers in index.items() if "q_b_proj" in name}
             parts |= {name: list(numbers.split([4, 3] * 3)) for name, numbers in index.items() if "kv_b" in name}
         for name, numbers in index.items() if case["model"] == "layouts" else ():
+            if "experts" not in name and case["optimizer"]["params"].get("muon_fused") == "whole":
+                continue
             if "c_attn.weight" in name:
                 parts[name] = list(numbers.chunk(3, dim=1))
             elif "query_key_value.weight" in name:
@@ -175,7 +177,8 @@ class Layouts(Way):
             elif "in_proj_weight" in name:
                 parts[name] = list(numbers.chunk(3))
             elif "experts" in name:
-                halves = numbers.chunk(2, dim=1 if "first" in name else 2) if "gate_up" in name else (numbers,)
+                is_fused = "gate_up" in name and case["optimizer"]["params"].get("muon_fused") != "whole"
+                halves = numbers.chunk(2, dim=1 if "first" in name else 2) if is_fused else (numbers,)
                 parts[name] = [matrix for half in halves for matrix in half]
         return parts
 

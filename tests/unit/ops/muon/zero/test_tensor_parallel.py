@@ -1,39 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """AutoTP: matrices that tensor parallelism cut train as the whole matrices do."""
 
-from dataclasses import replace
 from typing import Any
 
-import torch
-
 from helpers.distributed import run
-from helpers.oracles import Part, change_error, route, train_oracle
-from helpers.tensor_parallel import holders, model
-from helpers.training import ORACLE, PARAMS
+from helpers.tensor_parallel import holders
+from helpers.training import PARAMS
 
-STEPS = 5
 HEAD = 4
 """Width of a head."""
-OUTER = ("model.embed", "lm_head", "gpt_neox.embed", "embed_out")
-
-
-def parts_of(name: str, kind: str) -> dict[str, list[Part]]:
-    """The matrices of parameters that are several, by plain indexing."""
-    found = {}
-    for key, param in model(name).named_parameters():
-        index = torch.arange(param.numel()).view(param.shape)
-        if kind == "heads" and any(f"{leaf}_proj" in key for leaf in "qkv"):
-            found[key] = list(index.split(HEAD))
-        if kind == "fused" and "query_key_value.weight" in key:
-            found[key] = [part.reshape(-1, 24) for part in index.view(6, 3 * HEAD, 24).split(HEAD, dim=1)]
-        if kind == "fused" and "gate_up" in key:
-            found[key] = list(index.split(17))
-        if kind == "shards" and route(model(name), OUTER)[key] == "muon":
-            axis = int("o_proj" in key or "down_proj" in key)
-            length = param.shape[axis]
-            first = length // 3 * 2 if "self_attn" in key else length // 2
-            found[key] = list(index.split([first, length - first], dim=axis))
-    return found
 
 
 PARAMS_OF: dict[str, dict[str, Any]] = {
@@ -51,22 +26,6 @@ SPLIT: dict[str, Any] = {
 def params_of(name: str, kind: str) -> dict[str, Any]:
     """optimizer.params."""
     return PARAMS | PARAMS_OF[kind] | ({"muon_split": SPLIT[name]} if kind == "fused" else {})
-
-
-def reference(name: str, kind: str, steps: int = STEPS, **settings: Any) -> Any:
-    """The oracle, which knows nothing of ranks."""
-    net = model(name)
-    config = replace(ORACLE, **settings)
-    return train_oracle(net, net.batch, steps, route(net, OUTER), config, parts=parts_of(name, kind))
-
-
-def test_shards_are_something_else() -> None:
-    """How far the approximation is from whole matrices, and that the tests above can fail."""
-    whole, shards = (reference("llama", kind) for kind in ("whole", "shards"))
-    matrices = [n for n, half in route(model("llama"), OUTER).items() if half == "muon"]
-    apart = {n: change_error(whole.initial[n], shards.weights[n], whole.weights[n]) for n in matrices}
-    assert min(apart.values()) > 0.05
-    assert max(apart.values()) > 0.2
 
 
 def test_heads_need_no_exchange() -> None:
