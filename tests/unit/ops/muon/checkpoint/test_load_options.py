@@ -2,6 +2,7 @@
 """Options of load_checkpoint: weights alone, an explicit tag, a function of the script's; damage seen by one rank."""
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from deepspeed.muon.saved_state import settings_of
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.save_load import _position
 from helpers.checkpoints import error_of, remove_manifests
+from helpers.damaged_checkpoints import attempt_all, save_alone, table, train_undisturbed
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.logs import logged
 from helpers.models import MODELS, full_weights, initialize_, train_engine
+from helpers.paths import ROOT
 from helpers.training import BF16_OPTIMIZER, MOMENTA, ds_config, fresh_engine, make_engine, with_params
 from helpers.universal import build, convert, facts
 
@@ -364,3 +367,25 @@ def test_loads_map_and_keep_nothing_mapped(tmp_path: Path) -> None:
             assert of["kept"] == set() and of["tensors"] > 4, (case, of)
             assert bool(of["rounded"]) == ("optimizer" in case), case
             assert all(name.endswith("optim_states.pt") for name in of["rounded"]), (case, of)
+
+
+# ---- damage ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
+def test_damaged_checkpoints(stage: int, tmp_path: Path) -> None:
+    run(save_alone, 1, stage=stage, folder=str(tmp_path))
+    ranks = run(attempt_all, 2, timeout=240, stage=stage, folder=str(tmp_path))
+    assert [one[:2] for one in ranks[0]] == [one[:2] for one in ranks[1]], "the ranks raise different errors"
+    assert len(ranks[0]) >= 25
+    for title, message, *_ in ranks[0]:
+        start = r"CheckpointError: the checkpoint checkpoints(/two|/three)? cannot be loaded, and nothing was changed: "
+        assert re.match(start, message), (title, message)
+        assert len(message) < 700, (title, message)
+    undisturbed = run(train_undisturbed, 2, stage=stage, steps=len(ranks[0]))
+    for results, losses in zip(ranks, undisturbed, strict=True):
+        assert [(title, changed) for title, _, changed, _ in results if changed] == []
+        assert [loss for *_, loss in results] == losses
+    if stage == 2:
+        page = (ROOT / "docs" / "evidence" / "damaged-checkpoints.md").read_text()
+        assert table(ranks[0]) in page, "run python docs/generate.py"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on ranks of their own: groups, batches, bad gradients, and what is refused."""
+"""Experts on ranks of their own, by DeepSpeed's MoE layers and by AutoEP: groups, batches, and what is refused."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,18 @@ from torch import nn
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.matrices.routing import route
+from deepspeed.muon.matrices import routing
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.refusals import refuse_engine
 from deepspeed.muon.zero.wrappers.experts import expert_counts, shard_group
 from helpers.distributed import run
-from helpers.experts import spread_model
+from helpers.experts import Mixtral, WithExperts, autoep, global_name, spread_model
+from helpers.experts_beside import beside_autoep, cut_experts, stock_on_sequences
+from helpers.models import train_engine
+from helpers.oracles import OracleResult, change_error, route, train_oracle
 from helpers.plans import cubic_cost, make_plan
-from helpers.training import ds_config, make_engine
+from helpers.training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine
+from helpers.transformers_models import needs_stacks
 
 # ---- parameter groups ---------------------------------------------------------------------------------------------
 
@@ -86,7 +91,7 @@ def test_thousands_of_equal_matrices_go_through_few_calls(is_stack: bool, monkey
 @pytest.mark.full
 @pytest.mark.parametrize("is_stack", [True, False])
 def test_thousands_of_equal_matrices_are_few_batches_on_every_rank(is_stack: bool) -> None:
-    world, specs = 4, list(route(Many(is_stack)).values())
+    world, specs = 4, list(routing.route(Many(is_stack)).values())
     offsets = [index * specs[0].numel for index in range(len(specs))]
     span = COUNT * ROWS * COLS // world
     shards = [Shard(spec, 0, Placement(at, span, 0)) for spec, at in zip(specs, offsets, strict=True)]
@@ -152,3 +157,165 @@ def ranks_of_groups() -> tuple[list[tuple[bool, int]], list[str]]:
 def test_experts_are_divided_among_the_ranks_that_have_them() -> None:
     expected = [(False, 4), (False, 4), (True, 2), (True, 2)]
     assert run(ranks_of_groups, 4) == [(expected, ["4 of them are experts shared by 2 ranks"])] * 4
+
+
+# ---- DeepSpeed's layers ------------------------------------------------------------------------------------
+
+
+STEPS = 5
+TO_ADAM = ["lm_head", "layer.deepspeed_moe.gate"]
+
+
+def given_groups(net: nn.Module, how: str) -> dict[str, Any]:
+    """Ways to hand the parameters to `deepspeed.initialize`."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    if how == "one group":
+        return {"model_parameters": net.parameters()}
+    if how == "unnamed groups":
+        decayed = [[p for p in net.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)]
+        return {"model_parameters": [{"params": params} for params in decayed]}
+    if how == "client":
+        return {"optimizer": MuonWithAuxAdam(net.parameters(), model=net, **PARAMS)}
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(net.parameters()), "name": "all"})
+    return {"model_parameters": groups}
+
+
+def train_spread(steps: int = STEPS, how: str = "one group", width: int = 11, **config: Any) -> dict[str, Any]:
+    """Weights under the twin's names, and how many matrices of experts each rank computes for all that have them."""
+    net = spread_model(width)
+    settings = ds_config(**config)
+    if how == "client":
+        settings.pop("optimizer")
+    engine = make_engine(net, settings, **given_groups(net, how))
+    train_engine(engine, steps)
+    weights = {global_name(name, dist.get_rank()): value for name, value in fp32_weights(engine).items()}
+    groups = engine.basic_optimizer.param_groups
+    shared = [p for p in engine.basic_optimizer.partitions if groups[p.index].get("moe") and p.is_replicated]
+    engine.destroy()
+    return {"weights": weights, "sharing": [partition.world_size for partition in shared]}
+
+
+def reference(clip: float = 1.0, width: int = 11) -> OracleResult:
+    """The oracle's training of the twin."""
+    net = WithExperts(spread=False, width=width)
+    return train_oracle(net, net.batch, STEPS, route(net, TO_ADAM), replace(ORACLE, clip=clip))
+
+
+def assert_equal(found: list[dict[str, Any]], expected: OracleResult) -> None:
+    """1e-3 of the change, on every rank for the experts that it has."""
+    seen = set()
+    for rank, result in enumerate(found):
+        for name, weight in result["weights"].items():
+            assert change_error(expected.initial[name], weight, expected.weights[name]) <= 1e-3, (rank, name)
+        seen |= result["weights"].keys()
+    assert seen == expected.weights.keys()
+
+
+@pytest.mark.parametrize("how", ["unnamed groups", "client", "stock's groups"])
+def test_however_the_parameters_are_given(how: str) -> None:
+    assert_equal(run(train_spread, 4, stage=2, how=how), reference())
+
+
+def test_ranks_that_have_the_same_experts_share_the_work_at_stage_0() -> None:
+    found = run(train_spread, 4, stage=0, clip=0.0, width=96)
+    assert [result["sharing"] for result in found] == [[2]] * 4
+    assert_equal(found, reference(0.0, width=96))
+
+
+# ---- with other parallelism --------------------------------------------------------------------------------
+
+
+#: Ranks, model-parallel ranks and stages.
+MPU, PIPELINE, BOTH = {"size": 2}, {"stages": 2}, {"size": 2, "stages": 2}
+
+
+@pytest.mark.full
+def test_experts_that_are_cut_are_refused() -> None:
+    name = "1.layer.deepspeed_moe.experts.deepspeed_experts.0.up.weight"
+    for kind, text, _ in run(cut_experts, 4):
+        assert kind == "UnsupportedError"
+        assert f"tensor parallelism splits 4 matrices of experts (first: {name})" in text
+
+
+STOCK = {
+    "mpu": "AutoEP does not currently support tensor model parallelism from mpu",
+    "sequence": "AutoEP does not currently support tensor model parallelism from mpu",
+    "pipeline": "AutoEP: no MoE layers detected",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", STOCK)
+def test_stock_refuses_autoep_beside_other_parallelism(kind: str) -> None:
+    for name, text, _ in run(beside_autoep, 4, kind=kind):
+        assert name == "ValueError" and STOCK[kind] in text
+
+
+@pytest.mark.full
+def test_stock_mixes_up_tokens_where_ranks_share_sequences() -> None:
+    """The reason of the refusal: experts see other tokens, so that AdamW's first step has other signs."""
+    net = WithExperts(spread=False)
+    routing = dict.fromkeys(dict(net.named_parameters()), "adam")
+    expected = train_oracle(net, net.batch, 1, routing, replace(ORACLE, clip=0.0, adam_weight_decay=0.01))
+    for weights in run(stock_on_sequences, 4):
+        errors = {n: change_error(expected.initial[n], w, expected.weights[n]) for n, w in weights.items()}
+        assert max(error for name, error in errors.items() if "experts" in name) > 0.2, errors
+
+
+# ---- AutoEP ------------------------------------------------------------------------------------------------
+
+
+def routes(include: list[str] | None = None) -> dict[str, tuple[bool, str, str]]:
+    """Where each parameter goes, why, and how it was split."""
+    optimizer = {"type": "Muon", "params": PARAMS | ({"muon_exclude": include} if include else {})}
+    engine = make_engine(Mixtral(), autoep(2, 2, optimizer=optimizer))
+    found = {s.name: (s.use_muon, s.reason, s.split) for s in engine.basic_optimizer.specs.values()}
+    engine.destroy()
+    return found
+
+
+@needs_stacks
+def test_the_router_goes_to_adamw_and_experts_to_muon_one_by_one() -> None:
+    found = run(routes, 2)[0]
+    prefix = "model.layers.1.mlp."
+    assert found[f"{prefix}router.gate.weight"] == (False, "MoE router, tied", "")  # stock keeps its old name beside
+    for name, size in (("w1", "10 x 12"), ("w2", "12 x 10"), ("w3", "10 x 12")):
+        reason = "stack of 2 matrices of GroupedExperts"
+        assert found[f"{prefix}experts.{name}"] == (True, reason, f"2 of {size}")
+
+
+@needs_stacks
+def test_patterns_may_name_parameters_that_stock_has_put_in() -> None:
+    found = run(routes, 2, include=[r"experts\.w3$"])[0]
+    assert [name for name, (use_muon, *_) in found.items() if "experts" in name and not use_muon] == [
+        f"model.layers.{layer}.mlp.experts.w3" for layer in (0, 1)
+    ]
+
+
+def train_with_given(kind: str) -> str | None:
+    """Train two steps with an optimizer of the script's; what is refused."""
+    net, config = Mixtral(), autoep(2, 2)
+    params = config.pop("optimizer")["params"]
+
+    def build(parameters: Any) -> MuonWithAuxAdam:
+        return MuonWithAuxAdam(parameters, model=net, **params)
+
+    given = build(net.parameters()) if kind == "built before" else build
+    try:
+        engine = make_engine(net, config, optimizer=given, model_parameters=list(net.parameters()))
+    except UnsupportedError as error:
+        return str(error)
+    train_engine(engine, 2)
+    engine.destroy()
+    return None
+
+
+@needs_stacks
+def test_an_optimizer_of_the_script() -> None:
+    assert run(train_with_given, 2, kind="function") == [None, None]
+    for text in run(train_with_given, 2, kind="built before"):
+        assert text is not None and "DeepSpeed replaced parameters" in text
+
+
+# ---- beside AutoTP ------------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 
 from typing import Any
 
+import pytest
+
+from deepspeed.muon.zero.tp_ranks import _lines, _positions
 from helpers.distributed import run
 from helpers.tensor_parallel import holders
 from helpers.training import PARAMS
@@ -39,3 +42,35 @@ def test_heads_need_no_exchange() -> None:
         assert [held for _, held in heads].count([1]) == 2 * (2 + 1 + 1)
         assert sum(held == [owner] for owner, held in heads) >= 2 * (6 + 3 + 3) * 0.75  # the others balance the ranks
         assert all(first[f"model.layers.{i}.self_attn.o_proj.weight"][1] == [0, 1] for i in range(2))
+
+
+# ---- marks of ranks ----------------------------------------------------------------------------------------
+
+
+def groups(world: int, tp: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Data-parallel and tensor-parallel ranks of each rank, tensor-parallel ones adjacent."""
+    data = [list(range(rank % tp, world, tp)) for rank in range(world)]
+    return data, [list(range(rank // tp * tp, rank // tp * tp + tp)) for rank in range(world)]
+
+
+@pytest.mark.parametrize(("world", "tp"), [(8, 2), (12, 4), (2048, 8)])
+def test_lines_are_those_of_the_grid(world: int, tp: int) -> None:
+    data, tensor = groups(world, tp)
+    lines = _lines(data, tensor, _positions(data, tensor))
+    assert lines == [range(rank % tp, world - tp + rank % tp + 1, tp) for rank in range(world)]
+
+
+def test_stages_of_a_pipeline_have_grids_of_their_own() -> None:
+    data, tensor = groups(4, 2)
+    data += [[rank + 4 for rank in line] for line in data]
+    tensor += [[rank + 4 for rank in row] for row in tensor]
+    positions = _positions(data, tensor)
+    assert sorted({tuple(members) for members in positions.values()}) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    lines = _lines(data, tensor, positions)
+    assert lines is not None and lines[:4] == lines[4:]
+
+
+def test_uneven_groups_are_found() -> None:
+    data = [[0, 1, 3], [0, 1, 3], [2, 4, 5], [0, 1, 3], [2, 4, 5], [2, 4, 5]]
+    tensor = [[0, 2], [1, 4], [0, 2], [3, 5], [1, 4], [3, 5]]
+    assert _lines(data, tensor, _positions(data, tensor)) is None
