@@ -34,7 +34,7 @@ SMOKE = (
     *(f"zero/test_{name}.py" for name in ("hooks", "parity", "grad_norm", "momentum_dtype", "state_access", "nvme")),
     *(f"checkpoint/test_{name}.py" for name in ("resume", "universal", "save_load")),
     *("exchange/test_exchange.py", "exchange/test_host_staging.py", "math/test_adamw.py", "math/test_newton_schulz.py"),
-    *(f"kernels/test_{name}.py" for name in ("builder", "elementwise", "products", "codes", "triton_elementwise")),
+    *(f"kernels/test_{name}.py" for name in ("builder", "elementwise", "products", "codes", "normalize")),
 )
 MODELS = (
     *(f"matrices/test_{name}.py" for name in ("routing", "routing_overrides", "splitting", "fused_layouts")),

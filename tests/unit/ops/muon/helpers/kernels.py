@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel sets without a fallback: Triton's, with interpreted kernels (conftest.py's ``interpret``), and C++'s."""
+"""Kernel sets without a fallback: PyTorch's, C++'s, and Triton's with interpreted kernels; conftest.py's ``on``."""
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,8 @@ from deepspeed.muon.kernels import native, reference, triton_table
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.table import Operations
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or Version(version("triton")) < Version("3.4"),
-    reason="triton 3.4 or later is not installed",
-)
+has_triton = importlib.util.find_spec("triton") is not None and Version(version("triton")) >= Version("3.4")
+needs_triton = pytest.mark.skipif(not has_triton, reason="triton 3.4 or later is not installed")
 Interpret = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DEFAULT_TILES = (16, 32, 16)
@@ -63,8 +62,24 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def native_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> Operations:
-    """Return the C++ kernel set, in which the named operations raise instead of falling back to plain PyTorch.
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch have so many threads within the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def is_interpreted(kernels: Operations) -> bool:
+    """Return whether a kernel set is Triton's, whose interpreter is slow and cuts fp32 to bf16 where a GPU rounds."""
+    return kernels.name.startswith("triton")
+
+
+def native_only(monkeypatch: pytest.MonkeyPatch) -> Operations:
+    """Return the C++ kernel set, whose operations raise instead of falling back to plain PyTorch.
 
     Skip the test without a compiler, or if torch lacks the products that they need; any other failed build is an error.
     """
@@ -72,9 +87,14 @@ def native_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> Operations:
     if native.unavailable() and not builder.is_compatible():
         pytest.skip(builder.error_log)
     table = native.operations()
-    monkeypatch.setattr(native, "reference", SimpleNamespace(**dict.fromkeys(names, _never)))
+    monkeypatch.setattr(native, "reference", SimpleNamespace(**dict.fromkeys(OPERATIONS, _never)))
     return table
 
 
 def _never(*args: Any) -> Any:
     raise AssertionError("the twin was called instead")
+
+
+def with_interpreted(check: Callable[..., Any], **kwargs: Any) -> Any:
+    """Return ``check(kernels, **kwargs)`` for Triton's kernel set; to be run by conftest.py's ``interpret``."""
+    return check(interpreted_table(), **kwargs)

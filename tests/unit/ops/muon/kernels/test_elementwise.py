@@ -1,81 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The elementwise operations of a step, in every table: against float64, their twin in PyTorch, and each other."""
+"""The elementwise operations of a step, in every kernel set: against float64, their twin in PyTorch, and each other.
 
-from collections.abc import Iterator
+Triton's interpreter cuts fp32 to bf16 where a GPU rounds. Whether its kernels compile for a GPU is
+test_triton_compile.py's; what they do on one is test_gpu_kernels.py's.
+"""
+
+import itertools
+import math
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.builder import MuonBuilder
+from deepspeed.muon.kernels.codes import blocks_of
 from deepspeed.muon.kernels.rounding import key_of, noise, round_
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
-from helpers.kernels import native_only
+from helpers.kernels import (
+    FLOATS,
+    Interpret,
+    interpreted_table,
+    is_interpreted,
+    native_only,
+    needs_triton,
+    randn,
+    relative,
+    threads,
+)
 
 ULP = 2.0**-7
 """The largest distance of two neighbours in bf16, relative."""
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+MAX = torch.finfo(torch.bfloat16).max
 SIZES = [1, 15, 16, 33, 1000, 2**17 + 13]
-SLICES = (0, 1, 14, 77, 130, 1000, 40_001)
 
 
-@pytest.fixture(params=["torch", "native"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
-    if request.param == "torch":
-        return reference.OPERATIONS
-    return native_only(monkeypatch, "advance", "advance_rounded", "apply_", "copy_rounded", "normalize")
+def sizes(kernels: Operations) -> list[int]:
+    return [1, 2049] if is_interpreted(kernels) else SIZES
 
 
-def randn(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def update_dtypes(kernels: Operations) -> list[torch.dtype]:
+    """Those of what is orthogonalized; C++ has no fp16 there."""
+    return FLOATS if is_interpreted(kernels) else [torch.float32, torch.bfloat16]
 
 
-def assert_equals(actual: Tensor, expected: Tensor) -> None:
-    """To a few roundings of fp32, or one of bf16."""
-    tolerance = 1e-6 if actual.dtype == torch.float32 else 2.0**-8
+def assert_equals(kernels: Operations, actual: Tensor, expected: Tensor) -> None:
+    """To a few roundings of fp32, or one of 16 bits."""
+    bf16 = 2.0**-7 if is_interpreted(kernels) else 2.0**-8
+    tolerance = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: bf16}[actual.dtype]
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=1e-6)
+    assert actual.dtype != torch.float32 or actual.numel() == 1 or relative(actual, expected) <= 1e-7
 
 
 # ---- advance ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.95, 0.999])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grad_dtype", FLOATS)
-def test_momentum_is_an_average(
-    kernels: Operations, grad_dtype: torch.dtype, out_dtype: torch.dtype, nesterov: bool, momentum: float
-) -> None:
-    for numel in SIZES:
-        buffer, grad, out = randn(numel, 0), randn(numel, 1, grad_dtype), torch.full((numel,), torch.nan).to(out_dtype)
+def average(kernels: Operations, grad_dtype: torch.dtype) -> None:
+    momenta = [0.3, 0.95] if is_interpreted(kernels) else [0.0, 0.3, 0.5, 0.95, 0.999]
+    cases = itertools.product(sizes(kernels), update_dtypes(kernels), (True, False), momenta)
+    for numel, out_dtype, nesterov, momentum in cases:
+        buffer, grad = randn(numel), randn(numel, seed=1, dtype=grad_dtype)
+        out = torch.full((numel,), torch.nan).to(out_dtype)
         expected = momentum * buffer.double() + (1 - momentum) * grad.double()
         ahead = momentum * expected + (1 - momentum) * grad.double() if nesterov else expected
         place, kept = buffer.data_ptr(), grad.clone()
         kernels.advance(buffer, grad, out, momentum, nesterov, Workspace())
-        assert_equals(buffer, expected)
-        assert_equals(out, ahead)
+        assert_equals(kernels, buffer, expected)
+        assert_equals(kernels, out, ahead)
         assert buffer.data_ptr() == place and grad.equal(kept)
 
 
-def test_momentum_of_a_constant_gradient_converges_to_it(kernels: Operations) -> None:
-    """A sum would grow to grad / (1 - momentum)."""
-    buffer, grad, out = torch.zeros(6), randn(6, 0), torch.empty(6)
-    for step in range(1, 201):
-        kernels.advance(buffer, grad, out, 0.9, False, Workspace())
-        assert_equals(buffer, (1 - 0.9**step) * grad.double())
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+def test_momentum_is_an_average(on: Any, grad_dtype: torch.dtype) -> None:
+    on(average, grad_dtype=grad_dtype)
 
 
 # ---- advance_rounded --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grad_dtype", FLOATS)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
 def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_dtype: torch.dtype) -> None:
     """Over several chunks, from an element in the middle; the look-ahead is that of the unrounded momentum."""
     numel = 2 * reference.CPU_CHUNK + 1000
-    start, grad, out = randn(numel, 0), randn(numel, 1, grad_dtype), torch.empty(numel)
+    start, grad, out = randn(numel), randn(numel, seed=1, dtype=grad_dtype), torch.empty(numel)
     whole = start.bfloat16()
     momentum = whole.float().lerp(grad.float(), 0.05)
     for nesterov, expected in ((True, torch.lerp(grad.float(), momentum, 0.95)), (False, momentum)):
@@ -89,9 +101,32 @@ def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_d
         assert part.equal(buffer[1001:]), "where chunks begin changes nothing"
 
 
+def round_as_the_twin(kernels: Operations, name: str, step: int, first: int) -> None:
+    """Averages of these with weight 1/4 are rounded once in any arithmetic, so that the noise alone decides."""
+    normal = randn(3000).bfloat16().float()
+    start = torch.cat([normal, torch.tensor([0.0, -0.0, 0.0, MAX, -MAX, 0.0])])
+    edges = torch.tensor([0.0, -0.0, 1.5 * 2.0**-133, 3.4e38, -3.4e38, math.inf])
+    grad = torch.cat([normal * (1 + 2.0**-8 + 2.0**-15), edges])
+    outs = torch.empty(2, start.numel())
+    for nesterov in (True, False):
+        twin, ours = start.bfloat16(), start.bfloat16()
+        for table, kept, out in ((reference.OPERATIONS, twin, outs[0]), (kernels, ours, outs[1])):
+            table.advance_rounded(kept, grad, out, 0.75, nesterov, key_of(name, step), first, Workspace())
+        assert ours.view(torch.int16).equal(twin.view(torch.int16))
+        assert outs[0, :-1].equal(outs[1, :-1])
+    assert (ours != start.bfloat16()).float().mean() > 0.1
+    assert ours[-3:].tolist() == [MAX, -MAX, math.inf]
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 100, 2**32 - 5, 2**40 + 7])
+def test_a_rounded_momentum_has_the_twins_bits(on: Any, first: int) -> None:
+    for name in ("w", "layers.0.weight"):
+        on(round_as_the_twin, name=name, step=first % 1000 + 1, first=first)
+
+
 def test_a_copy_is_rounded_with_the_same_random_numbers(kernels: Operations) -> None:
     numel = 2 * reference.CPU_CHUNK + 1000
-    source, key = randn(numel, 0), key_of("w", 3)
+    source, key = randn(numel), key_of("w", 3)
     bits, spare = torch.empty(2, numel, dtype=torch.int32)
     expected, target = torch.empty(2, numel, dtype=torch.bfloat16)
     round_(expected, source.clone(), noise(bits, spare, key, 7), spare)
@@ -101,79 +136,60 @@ def test_a_copy_is_rounded_with_the_same_random_numbers(kernels: Operations) -> 
     assert target[:-1001].equal(expected[1001:]), "where chunks begin changes nothing"
 
 
-def test_the_workspace_of_rounding_is_bounded() -> None:
-    work = Workspace()
-    for numel in (3 * reference.CPU_CHUNK, 10 * reference.CPU_CHUNK):
-        grad = torch.ones(numel)
-        reference.advance_rounded(grad.bfloat16(), grad, torch.empty(numel), 0.9, True, (1, 2), 0, work)
-        assert work.nbytes() == 16 * reference.CPU_CHUNK
-
-
 # ---- apply_ -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("weight_decay", "cautious"), [(0.0, False), (0.1, False), (0.1, True), (0.0, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_apply(kernels: Operations, weight_decay: float, cautious: bool, dtype: torch.dtype) -> None:
-    for numel in SIZES:
-        param, update = randn(numel, 0), randn(numel, 1, dtype)
-        decays = param.double() * update.double() >= 0 if cautious else torch.ones(numel)
-        expected = param.double() * (1 - 0.02 * weight_decay * decays) - 0.02 * 1.7 * update.double()
-        before = param.data_ptr()
-        kernels.apply_(param, update, 0.02, 1.7, weight_decay, cautious, Workspace())
-        assert param.data_ptr() == before
-        assert_equals(param, expected)
+def decay_and_update(kernels: Operations, lr: float) -> None:
+    """The decay by the unscaled rate, before the update."""
+    decays = [(0.0, False), (0.1, False), (0.1, True), (0.0, True)]
+    for numel, (weight_decay, cautious), dtype in itertools.product(sizes(kernels), decays, update_dtypes(kernels)):
+        param, update = randn(numel), randn(numel, seed=1, dtype=dtype)
+        does_decay = param.double() * update.double() >= 0 if cautious else torch.ones(numel)
+        expected = param.double() * (1 - lr * weight_decay * does_decay) - lr * 1.7 * update.double()
+        place, before = param.data_ptr(), param.clone()
+        kernels.apply_(param, update, lr, 1.7, weight_decay, cautious, Workspace())
+        assert param.data_ptr() == place
+        assert_equals(kernels, param, expected)
+        assert lr or param.equal(before), "a zero rate changes nothing"
 
 
-@pytest.mark.parametrize("scale", [0.2, 1.0, 50.0])
-def test_decay_is_by_the_unscaled_rate(kernels: Operations, scale: float) -> None:
-    param = randn(35, 0)
-    expected = param.double() * (1 - 0.5 * 0.1)
-    kernels.apply_(param, torch.zeros(35), 0.5, scale, 0.1, False, Workspace())
-    assert_equals(param, expected)
+@pytest.mark.parametrize("lr", [0.02, 0.5, 0.0])
+def test_decay_and_update(on: Any, lr: float) -> None:
+    on(decay_and_update, lr=lr)
 
 
-def test_decay_comes_before_the_update(kernels: Operations) -> None:
-    param = torch.ones(1)
-    kernels.apply_(param, torch.ones(1), 0.5, 1.0, 1.0, False, Workspace())
-    assert param.item() == 0.0, "the update itself does not decay"
-
-
-def test_cautious_decay_of_zeros_and_of_what_would_underflow(kernels: Operations) -> None:
-    """An update of zero opposes nothing; 1e-30 times -1e-30 is zero in fp32, and still of two signs."""
+def decay_cautiously(kernels: Operations) -> None:
     param, update = torch.tensor([2.0, -2.0, 0.0, 1e-30, 2.0]), torch.tensor([0.0, -0.0, 1.0, -1e-30, torch.nan])
     kernels.apply_(param, update, 0.5, 1.0, 1.0, True, Workspace())
     assert param[:4].tolist() == pytest.approx([1.0, -1.0, -0.5, 1.5e-30], rel=1e-6) and param[4].isnan()
 
 
-def test_cautious_decay_takes_a_chunk_at_a_time() -> None:
-    work, numel = Workspace(), 2 * reference.CPU_CHUNK + 1000
-    param, update = randn(numel, 0), randn(numel, 1)
-    expected = param * torch.where(param * update >= 0, 0.95, 1.0) - 0.5 * update
-    reference.apply_(param, update, 0.5, 1.0, 0.1, True, work)
-    torch.testing.assert_close(param, expected)
-    assert work.nbytes() == 5 * reference.CPU_CHUNK
+def test_cautious_decay_of_zeros_and_of_what_would_underflow(on: Any) -> None:
+    """An update of zero opposes nothing; 1e-30 times -1e-30 is zero in fp32, and still of two signs."""
+    on(decay_cautiously)
 
 
-def test_a_zero_rate_changes_nothing(kernels: Operations) -> None:
-    param = randn(35, 0)
-    kept = param.clone()
-    kernels.apply_(param, randn(35, 1), 0.0, 1.7, 0.1, False, Workspace())
-    assert torch.equal(param, kept)
+def test_autograd_sees_the_update(kernels: Operations) -> None:
+    weight = randn(40).requires_grad_()
+    loss = weight.square().sum()
+    with torch.no_grad():
+        kernels.apply_(weight.view(-1)[:40], randn(40, seed=1), 0.1, 1.0, 0.1, False, Workspace())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # ---- every operation --------------------------------------------------------------------------------------
 
 
 def operands(numel: int) -> dict[str, Tensor]:
-    given = {name: randn(numel, seed) for seed, name in enumerate(("buffer", "grad", "param"))}
-    return given | {"rounded": given["buffer"].bfloat16(), "out": torch.zeros(numel, dtype=torch.bfloat16)}
+    tensors = {name: randn(numel, seed=seed) for seed, name in enumerate(("buffer", "grad", "param"))}
+    return tensors | {"rounded": tensors["buffer"].bfloat16(), "out": torch.zeros(numel, dtype=torch.bfloat16)}
 
 
-def step(kernels: Operations, given: dict[str, Tensor], start: int = 0) -> None:
-    """One step of each elementwise operation; the element of index 0 in ``given`` has index ``start``."""
+def step(kernels: Operations, tensors: dict[str, Tensor], start: int = 0) -> None:
+    """One step of each elementwise operation; the element of index 0 in ``tensors`` has index ``start``."""
     work: Any = Workspace()
-    buffer, grad, param, rounded, out = given.values()
+    buffer, grad, param, rounded, out = tensors.values()
     kernels.advance(buffer, grad, out, 0.95, True, work)
     kernels.apply_(param, out, 0.1, 0.7, 0.1, False, work)
     kernels.advance_rounded(rounded, grad, out, 0.95, True, key_of("w", 7), start, work)
@@ -181,31 +197,24 @@ def step(kernels: Operations, given: dict[str, Tensor], start: int = 0) -> None:
     kernels.apply_(param, out, 0.1, 0.7, 0.3, True, work)
 
 
-def assert_twins(kernels: Operations, given: dict[str, Tensor]) -> None:
-    """Every tensor of ``given`` after a step has the bits that PyTorch gives it."""
-    expected = {name: tensor.clone() for name, tensor in given.items()}
-    step(kernels, given)
+def assert_twins(kernels: Operations, tensors: dict[str, Tensor]) -> None:
+    """Every tensor after a step has the bits that PyTorch gives it."""
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    step(kernels, tensors)
     step(reference.OPERATIONS, expected)
     for name, tensor in expected.items():
-        assert tensor.equal(given[name]), name
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-def test_the_bits_are_those_of_the_twin(kernels: Operations) -> None:
+@pytest.mark.parametrize("extreme", [None, math.inf, -math.inf, math.nan, 3.4e38, 1e-40, -1e-45, -0.0])
+def test_the_bits_of_cpp_are_those_of_the_twin(extreme: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to nearest, at random, and once at the end of a product and a sum: on every CPU with such products."""
-    for numel in (*SIZES, 0):
-        assert_twins(kernels, operands(numel))
-
-
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-40, -1e-45, -0.0])
-def test_extreme_values(kernels: Operations, value: float) -> None:
-    given = operands(70)
-    for tensor in given.values():
-        tensor[5::7] = torch.tensor(value).to(tensor.dtype)
-    expected = {name: tensor.clone() for name, tensor in given.items()}
-    step(kernels, given)
-    step(reference.OPERATIONS, expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(given[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+    kernels = native_only(monkeypatch)
+    for numel in (*SIZES, 0) if extreme is None else (70,):
+        tensors = operands(numel)
+        for tensor in tensors.values() if extreme is not None else ():
+            tensor[5::7] = torch.tensor(extreme).to(tensor.dtype)
+        assert_twins(kernels, tensors)
 
 
 def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
@@ -213,7 +222,7 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
     if native.unavailable():
         pytest.skip("no C++ compiler")
     module = MuonBuilder().load()
-    wide, narrow = randn(64, 0), randn(64, 1, torch.bfloat16)
+    wide, narrow = randn(64), randn(64, seed=1, dtype=torch.bfloat16)
     for grad, out in ((wide[::2], wide[32:]), (wide[:32].double(), wide[32:]), (wide[:31], wide[32:])):
         kept = wide.clone()
         assert not module.advance(wide[:32], grad, out, 0.9, True)
@@ -224,99 +233,101 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
     for x in (wide.view(2, 4, 8).mT, wide.double().view(2, 4, 8)):
         assert not module.normalize(x, x, 1.0)
     for name in ("buffer", "param"):
-        given = operands(64)
-        given[name] = torch.cat([given[name], given[name]])[::2]
-        assert_twins(native.operations(), given)
+        tensors = operands(64)
+        tensors[name] = torch.cat([tensors[name], tensors[name]])[::2]
+        assert_twins(native.operations(), tensors)
 
 
-def test_autograd_sees_the_update(kernels: Operations) -> None:
-    weight = randn(40, 0).requires_grad_()
-    loss = weight.square().sum()
-    with torch.no_grad():
-        kernels.apply_(weight.view(-1)[:40], randn(40, 1), 0.1, 1.0, 0.1, False, Workspace())
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+def step_in_slices(kernels: Operations) -> None:
+    numel, cuts = 100_003, (0, 1, 14, 77, 130, 1000, 40_001)
+    if is_interpreted(kernels):
+        numel, cuts = 6000, (0, 1, 78, 2500)
+    whole, sliced = operands(numel), operands(numel)
+    with threads(2):
+        step(kernels, whole)
+    with threads(1):
+        for start, stop in itertools.pairwise((*cuts, numel)):
+            step(kernels, {name: tensor[start:stop] for name, tensor in sliced.items()}, start)
+    assert [name for name, tensor in whole.items() if not tensor.equal(sliced[name])] == []
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def test_neither_slices_nor_threads_change_a_bit(on: Any) -> None:
+    on(step_in_slices)
 
 
-def test_neither_slices_nor_threads_change_a_bit(kernels: Operations, two_threads: None) -> None:
-    whole, sliced = operands(100_003), operands(100_003)
-    step(kernels, whole)
-    torch.set_num_threads(1)
-    for start, stop in zip(SLICES, (*SLICES[1:], None), strict=True):
-        step(kernels, {name: tensor[start:stop] for name, tensor in sliced.items()}, start)
-    for name, tensor in whole.items():
-        assert tensor.equal(sliced[name]), name
+TEMPORARIES = {"advance_rounded": 16, "cautious apply_": 5, "look_ahead": 8, "advance_codes": 16}
+"""Bytes per element of a chunk."""
 
 
-# ---- normalize --------------------------------------------------------------------------------------------
-
-MAGNITUDES = [(torch.float32, 10.0**e) for e in (-44, -42, -38, -30, -19, -3, 0, 8, 19, 25, 38)]
-MAGNITUDES += [(torch.bfloat16, 10.0**e) for e in (-38, -30, -19, -3, 0, 8, 19, 25, 38)]
-
-
-def matrices(shape: tuple[int, ...], magnitude: float, dtype: torch.dtype) -> Tensor:
-    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (magnitude * (6 * uniform - 3)).to(dtype)
-
-
-@pytest.mark.parametrize(("dtype", "magnitude"), MAGNITUDES)
-@pytest.mark.parametrize("shape", [(1, 6, 10), (3, 33, 7), (2, 130, 300)])
-def test_norm_is_one_whatever_the_magnitude(
-    kernels: Operations, shape: tuple[int, ...], dtype: torch.dtype, magnitude: float
-) -> None:
-    x = matrices(shape, magnitude, dtype)
-    stored = x.double()
-    assert kernels.normalize(x, x) is x
-    expected = stored / torch.linalg.matrix_norm(stored, keepdim=True)
-    tolerance = 4e-6 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=1e-30)
-    if kernels.name != "torch":
-        torch.testing.assert_close(
-            x, reference.normalize(stored.to(dtype), stored.to(dtype)), rtol=tolerance, atol=1e-30
-        )
+@pytest.mark.parametrize("name", TEMPORARIES)
+def test_the_temporaries_of_pytorch_are_those_of_a_chunk(name: str) -> None:
+    for numel in (3 * reference.CPU_CHUNK, 10 * reference.CPU_CHUNK):
+        work, grad, out = Workspace(), torch.ones(numel), torch.empty(numel)
+        codes = torch.ones(numel, dtype=torch.int8), torch.ones(blocks_of(numel))
+        {
+            "advance_rounded": lambda: reference.advance_rounded(out.bfloat16(), grad, out, 0.9, True, (1, 2), 0, work),
+            "cautious apply_": lambda: reference.apply_(out, grad, 0.5, 1.0, 0.1, True, work),
+            "look_ahead": lambda: reference.look_ahead(*codes, 0, grad, out, numel, numel, 0.9, True, work),
+            "advance_codes": lambda: reference.advance_codes(*codes, grad, out, 0.9, True, (1, 2), 0, work),
+        }[name]()
+        assert work.nbytes() == TEMPORARIES[name] * reference.CPU_CHUNK
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_normalized_on_one_and_two_threads(kernels: Operations, dtype: torch.dtype, two_threads: None) -> None:
-    x = matrices((5, 301, 257), 1e-3, dtype)
-    many, single = x.clone(), x.clone()
-    kernels.normalize(many, many)
-    torch.set_num_threads(1)
-    alone = torch.cat([kernels.normalize(matrix.clone()[None], torch.empty_like(matrix[None])) for matrix in x])
-    assert torch.equal(kernels.normalize(single, single), alone), "whatever the batch"
-    if kernels.name != "torch":
-        assert torch.equal(many, single), "PyTorch's own sums depend on the threads"
+# ---- many runs in one launch ------------------------------------------------------------------------------
+
+Places = list[tuple[int, int, int]]
+LENGTHS = {"odd": [1, 5000, 77, 2048, 2049], "aligned": [16, 4096, 2064]}
 
 
-def test_zero_subnormal_and_non_finite_matrices(kernels: Operations) -> None:
-    x = torch.zeros(6, 4, 6)
-    x[1, 2, 3], x[2, 1, 1], x[2, 0, 0] = -1e-44, 3e38, 1e-44
-    x[3, 0, 1], x[4, 3, 5], x[5, 3, 5] = torch.nan, torch.inf, 1.2345
-    kernels.normalize(x, x)
-    assert not x[0].any()
-    assert x[1, 2, 3] == -1.0 and x[2, 1, 1] == 1.0 and x[2, 0, 0] == 0.0 and x[5, 3, 5] == 1.0
-    assert not x[3].isfinite().all() and not x[4].isfinite().all()
+def places_of(lengths: list[int], gap: int) -> Places:
+    """Runs of these lengths with gaps between them, in another order in the other tensor."""
+    starts = list(itertools.accumulate((length + gap for length in lengths), initial=gap))[:-1]
+    order, places, at = random.Random(0).sample(range(len(lengths)), len(lengths)), [], 0
+    for index in order:
+        places.append((starts[index], at, lengths[index]))
+        at += lengths[index]
+    return places
 
 
-@pytest.mark.parametrize("norm", [1.0, 16.0])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_normalized_into_another_dtype(
-    kernels: Operations, dtype: torch.dtype, out_dtype: torch.dtype, norm: float
-) -> None:
-    """Rounded once, and only by the dtype of the result; a norm that is a power of two rounds nothing."""
-    x = matrices((3, 33, 47), 1e-9, dtype)
-    stored, out = x.double(), torch.full((3, 33, 47), torch.nan, dtype=out_dtype)
-    assert kernels.normalize(x.clone(), out, norm) is out
-    expected = norm * stored / torch.linalg.matrix_norm(stored, keepdim=True)
-    torch.testing.assert_close(out.double(), expected, rtol=0.51 * torch.finfo(out_dtype).eps + 2e-6, atol=1e-6)
-    if out_dtype != torch.float16:
-        assert torch.equal(kernels.normalize(x.clone(), torch.empty_like(out), 1.0) * norm, out)
+@needs_triton
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=9), st.integers(0, 40))
+def test_tiles_hold_each_element_once(lengths: list[int], gap: int) -> None:
+    from deepspeed.muon.kernels.triton_elementwise import BLOCK, tiles
+
+    places = places_of(lengths, gap)
+    table, aligned = tiles(places, torch.device("cpu"))
+    wanted = [(here + k, there + k) for here, there, length in places for k in range(length)]
+    found = [(here + k, there + k) for here, there, length in table.tolist() for k in range(length)]
+    assert found == wanted and 1 <= int(table[:, 2].min()) <= int(table[:, 2].max()) <= BLOCK
+    assert aligned == all(number % 16 == 0 for place in places for number in place)
+
+
+def step_by_runs(lengths: list[int], gap: int, grad_dtype: torch.dtype, weight_decay: float, nesterov: bool) -> None:
+    """Both passes, together and run by run; what lies between the runs keeps its value. Cautious with Nesterov."""
+    kernels, places, size = interpreted_table(), places_of(lengths, gap), sum(lengths) + gap * (len(lengths) + 1)
+    assert kernels.runs is not None and kernels.runs.fits(randn(3)) and not kernels.runs.fits(randn(3).bfloat16())
+    before = [randn(size), randn(size, seed=1), randn(size, seed=2, dtype=grad_dtype), randn(sum(lengths), seed=3)]
+    ours, single, twin = ([tensor.clone() for tensor in before] for _ in range(3))
+    for runs, (buffer, param, grad, out) in ((kernels.runs, ours), (reference.RUNS, twin)):
+        tiles = runs.tiles(places, buffer.device)
+        runs.advance(buffer, grad, out, tiles, 0.9, nesterov)
+        runs.apply_(param, out, tiles, 0.1, 0.7, weight_decay, nesterov)
+    buffer, param, grad, out = single
+    for here, there, length in places:
+        part, result = slice(here, here + length), out[there : there + length]
+        kernels.advance(buffer[part], grad[part], result, 0.9, nesterov, Workspace())
+        kernels.apply_(param[part], result, 0.1, 0.7, weight_decay, nesterov, Workspace())
+    for mine, one_by_one, expected in zip(ours, single, twin, strict=True):
+        assert mine.equal(one_by_one)
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+    assert not ours[0].equal(before[0]) and not ours[1].equal(before[1])
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_many_runs_in_one_launch_have_the_bits_of_single_ones(interpret: Interpret, kind: str, nesterov: bool) -> None:
+    gap, dtype = (0 if kind == "aligned" else 3), torch.float32 if nesterov else torch.float16
+    decay = 0.1 * nesterov
+    interpret(step_by_runs, lengths=LENGTHS[kind], gap=gap, grad_dtype=dtype, weight_decay=decay, nesterov=nesterov)

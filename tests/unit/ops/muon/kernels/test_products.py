@@ -8,20 +8,13 @@ from torch import Tensor
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
-from helpers.kernels import native_bf16, native_only
+from helpers.kernels import native_bf16
 
 #: Wide, tall and square; smaller than a tile, ragged ones, and a sum longer than one call of the kernel makes.
 SHAPES = [(1, 2, 6), (2, 32, 64), (3, 34, 70), (2, 66, 34), (2, 130, 130), (1, 48, 2050), (1, 1100, 64), (2, 770, 600)]
 BY = [PLAIN, Scalars(2.0315, -4.775, 3.4445), Scalars(0.5, 0.0, -1.0)]
 #: Relative: one rounding of the result, or two in the twin; sums are in fp32.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
-
-
-@pytest.fixture(params=["torch", "native"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
-    if request.param == "torch":
-        return reference.OPERATIONS
-    return native_only(monkeypatch, "square", "product", "multiply")
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -150,6 +150,7 @@ def test_bounds_of_each_schedule(name: str, low: float, high: float) -> None:
         (schedule("polar_express"), (1, 1, 2, 1), (2, 3)),
         (((2.0, -1.5, 0.5),) * 4, (2, 2), (3, 1)),
         (((30.0, -1.5, 0.5),) * 3, (1, 1, 1), (1, 1, 1)),
+        (((1e200, -1e200, 1e200),) * 3, (1, 1, 1), (1, 1, 1)),  # to infinity, and to NaN
     ],
 )
 def test_steps_are_composed_where_that_is_safe(

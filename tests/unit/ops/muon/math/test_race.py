@@ -171,6 +171,12 @@ def test_a_real_race_leaves_torchs_generator_alone(dtype: str) -> None:
     assert rates[dtype]["torch"] > 0
 
 
+def test_autocast_of_the_script_makes_no_kernel_wrong(said: list[str]) -> None:
+    """The products that results are compared with would be rounded to bf16."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert race({(4, 8): 2}, 1, ["fp32"], {"torch": OPERATIONS}, CPU)["fp32"] and not said
+
+
 def test_the_shape_with_most_operations_in_all_is_timed() -> None:
     for shapes, taken in (({(4, 4): 1, (1, 1): 50, (2, 2): 5}, (1, 4, 4)), ({(4, 4): 1, (2, 2): 9}, (9, 2, 2))):
         time = Time(lambda name, x: 1.0)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that run a test once with each kernel set, none of which falls back to another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.table import Operations
+from helpers.kernels import has_triton, native_only, with_interpreted
+
+On = Callable[..., Any]
+
+
+@pytest.fixture(params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
+    """The kernel sets of a CPU."""
+    return reference.OPERATIONS if request.param == "torch" else native_only(monkeypatch)
+
+
+@pytest.fixture(params=["torch", "native", "triton"])
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, interpret: On) -> On:
+    """Runs ``check(kernels, ...)`` with one of all kernel sets, Triton's where Triton interprets."""
+    if request.param == "triton":
+        if not has_triton:
+            pytest.skip("triton 3.4 or later is not installed")
+        return lambda check, **kwargs: interpret(with_interpreted, check=check, **kwargs)
+    table = reference.OPERATIONS if request.param == "torch" else native_only(monkeypatch)
+    return lambda check, **kwargs: check(table, **kwargs)
