@@ -13,9 +13,7 @@ from deepspeed import pipe
 from helpers.checkpoints import remove_manifests
 from helpers.distributed import run
 from helpers.pipelines import SHARED, Whole, everything, make_pipeline, pipeline_config, shares
-from helpers.training import ds_config, fp32_weights, make_engine
-
-Weights = dict[str, torch.Tensor]
+from helpers.training import ds_config, make_engine
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -64,38 +62,6 @@ def test_a_checkpoint_without_manifests_loads(tmp_path: Path) -> None:
     second = run(go_on, 2, folder=str(tmp_path), load=True)
     for before, after in zip(first, second, strict=True):
         assert all(torch.equal(value, after[key]) for key, value in before.items())
-
-
-# ---- universal checkpoints --------------------------------------------------------------------------------------
-
-
-def save(name: str, stages: int, folder: str, **config: Any) -> tuple[Weights, Weights]:
-    """This stage's weights after two steps, when they are saved, and after two more."""
-    engine = make_engine(make_pipeline(name, stages), pipeline_config(stages, **config))
-    for step in (0, 1):
-        engine.train_batch(shares(name, engine, step))
-    engine.save_checkpoint(folder, tag="saved")
-    return go_on_from(engine, name)
-
-
-def load(name: str, stages: int, folder: str, **config: Any) -> tuple[Weights, Weights]:
-    """What :func:`save` gives, by a pipeline of other weights that loads the universal checkpoint."""
-    net = make_pipeline(name, stages)
-    for param in net.parameters():
-        param.data.mul_(0.5)
-    config["checkpoint"] = {"load_universal": True}
-    engine = make_engine(net, pipeline_config(stages, **config))
-    assert engine.load_checkpoint(folder, tag="universal")[0] is not None
-    return go_on_from(engine, name)
-
-
-def go_on_from(engine: Any, name: str) -> tuple[Weights, Weights]:
-    before = fp32_weights(engine)
-    for step in (2, 3):
-        engine.train_batch(shares(name, engine, step))
-    after = fp32_weights(engine)
-    engine.destroy()
-    return before, after
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------

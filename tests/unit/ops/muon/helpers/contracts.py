@@ -123,7 +123,7 @@ def frozen_in(setting: Setting, case: Case, number: int) -> set[str]:
 
 
 def train_frozen(name: str, index: int, folder: str, resumes: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Train while matrices are frozen; return the weights, and what stood still or moved and should not have.
+    """Train while matrices are frozen; return the weights, and which matrices changed or did not change, wrongly.
 
     `resumes`: save and load in a step in which some are frozen.
     """
@@ -149,7 +149,7 @@ def train_frozen(name: str, index: int, folder: str, resumes: bool) -> tuple[dic
                 if is_save:
                     break
                 after = local_matrices(setting, engine)
-                still = {each for each in before if each in frozen or setting.way.stands_still(each, number)}
+                still = {each for each in before if each in frozen or setting.way.has_no_gradient(each, number)}
                 wrong += [
                     f"step {number}: {each}" for each in before if before[each].equal(after[each]) != (each in still)
                 ]

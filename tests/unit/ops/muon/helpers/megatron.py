@@ -15,8 +15,6 @@ from helpers.models import GLOBAL_BATCH, halve
 from helpers.training import ds_config, make_engine
 
 INPUTS, WIDTH, HEADS, INNER, OUTPUTS, TIME = 7, 12, 4, 10, 5, 4
-STAGES = 2
-"""Of the pipelines; each has one block."""
 
 
 class _Copy(torch.autograd.Function):

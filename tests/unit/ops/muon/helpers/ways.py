@@ -104,7 +104,7 @@ class Way:
         """Return name in the whole model -> parameter, of those that this rank has and trains."""
         return {spec.name: param for param, spec in engine.basic_optimizer.specs.items()}
 
-    def stands_still(self, name: str, number: int) -> bool:
+    def has_no_gradient(self, name: str, number: int) -> bool:
         """Return whether a parameter that is trained has no gradient in a step."""
         return False
 
@@ -118,7 +118,7 @@ class Way:
         return [params for params in (muon[:1], adam[:1], muon + adam) if params]
 
     def is_copy(self, engine: Any, param: nn.Parameter) -> bool:
-        """Return whether all tensor-parallel ranks have a parameter, whose norm DeepSpeed takes on the first alone."""
+        """Return whether all tensor-parallel ranks have a parameter, whose norm DeepSpeed takes only on the first."""
         if not hasattr(engine, "model_group") and engine.autotp_size() < 2:
             return False
         note = getattr(param, "ds_autotp_universal_checkpoint_meta", {"replicated": True})
@@ -351,7 +351,7 @@ class WithoutTokens(Experts):
         self.now = number
         return WithExperts.batch(None, number)
 
-    def stands_still(self, name: str, number: int) -> bool:
+    def has_no_gradient(self, name: str, number: int) -> bool:
         return number in self.EMPTY and f"experts.{EXPERTS - 1}." in name and name.endswith("weight")
 
     @contextmanager

@@ -28,7 +28,6 @@ from deepspeed.muon.math.newton_schulz import METHODS, flops
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16
 
 SIMPLE = schedule("simple")
-KINDS = ("square", "product", "multiply")
 
 
 def choose(rates: Rates) -> Choice:

@@ -18,10 +18,7 @@ from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, make_batch, train_engine
 from helpers.paths import PACKAGE
-from helpers.training import BF16_MASTERS, ds_config, make_engine
-
-# ---- what an engine holds ---------------------------------------------------------------------------------
-
+from helpers.training import ds_config, make_engine
 
 # ---- training through bad steps -----------------------------------------------------------------------------
 
@@ -48,36 +45,6 @@ def bad_step(engine: Any, step: int, where: str, value: float) -> None:
         engine.step()
         if hook:
             hook.remove()
-
-
-#: Settings under which ZeRO computes no norm, and may check nothing either.
-NORMLESS: list[dict[str, Any]] = [
-    {"stage": stage, "clip": 0.0, "zero": {"compute_grad_norm": False, **zero}, **more}
-    for stage, zero in ((1, {}), (2, {}), (2, {"contiguous_gradients": False}))
-    for more in (
-        {},
-        {"accumulation": 2},
-        {"dtype": "fp16"},
-        {"dtype": "bf16"},
-        {"dtype": "bf16", "bf16": {"enabled": True, "check_grad_overflow": False}},
-    )
-]
-
-
-def cases() -> list[dict[str, Any]]:
-    """Every stage, precision, kind of offload and of clipping; accumulation with clipping only."""
-    result = []
-    for stage in (0, 1, 2, 3):
-        for dtype in ("fp32", "bf16", "fp16"):
-            for offload in (False, True) if stage else (False,):
-                base = {"stage": stage, "dtype": dtype, "offload": offload}
-                result += [base | {"clip": 0.0, "accumulation": 1}, base | {"clip": 1.0, "accumulation": 2}]
-                if dtype == "bf16" and stage:
-                    result.append(base | {"bf16": {"enabled": True, "check_grad_overflow": False}})
-    extra = {"stage": 1, "dtype": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
-    result += [extra | {"clip": clip} for clip in (0.0, 1.0)]
-    result += [{"stage": stage, "accumulation": 2, **BF16_MASTERS} for stage in (1, 2, 3)]
-    return result + NORMLESS
 
 
 # ---- dynamic loss scale -------------------------------------------------------------------------------------

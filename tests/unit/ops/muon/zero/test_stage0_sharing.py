@@ -21,8 +21,6 @@ from helpers.plans import COST, counted_cost, make_plan, specs
 from helpers.training import ds_config, fp32_weights, make_engine
 from helpers.worker import without_latency
 
-SHAPES = [(16, 16), (8, 24), (24, 8), (16, 16), (4, 4), (24, 24), (16, 16)]
-
 
 def replicas(shapes: list[tuple[int, int]], copies: int, split: bool = False) -> list[Shard]:
     """Parameters that so many ranks hold whole, each in a tensor of its own."""
