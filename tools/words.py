@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuse words that readers of this project did not understand, in the package, the documentation and README.md.
 
 ``python tools/words.py`` prints ``file:line: words -> what to write instead`` for each, and fails if there are any.
