@@ -45,7 +45,8 @@ def restored(saved: dict[str, Any], loaded: dict[str, Any], settings: bool = Tru
 # ---- the same run on other ranks --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("worlds", [[3], pytest.param([1, 4], marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("worlds", [[3], [1, 4]], ids=str)
 def test_the_run_goes_on_at_any_number_of_ranks(worlds: list[int], tmp_path: Path) -> None:
     """fp32, stages 1 to 3, saved at 2 ranks: exact through the normal loader, through the converter within 2e-5."""
     saved = run(save_all, 2, cases=STAGES, folder=str(tmp_path))[0]

@@ -112,7 +112,8 @@ class Way:
         """Return groups of parameters, each of which is to have bad gradients on one rank in one step."""
         found: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for param, spec in engine.basic_optimizer.specs.items():
-            if not self.is_copy(engine, param):
+            is_empty = getattr(param, "ds_numel", param.numel()) == 0
+            if not is_empty and not self.is_copy(engine, param):
                 found[spec.use_muon].append(param)
         muon, adam = found[True], found[False]
         return [params for params in (muon[:1], adam[:1], muon + adam) if params]
