@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,9 +71,16 @@ class SecondMoments:
         # Every rank's file has all of them, so that a resumed run may have other owners.
         next(group for group in groups if group["use_muon"])[SAVED] = dict(self.by_name)
 
-    def load(self, groups: Iterable[dict[str, Any]], is_logging: bool) -> None:
-        """Take the moments out of saved ``groups``. ``is_logging``: warn if only one of the two runs uses NorMuon."""
-        found = {name: moment for group in groups for name, moment in group.pop(SAVED, {}).items()}
+    def load(self, groups: Iterable[dict[str, Any]], is_logging: bool, not_saved: Collection[str] = ()) -> None:
+        """Take the moments out of saved ``groups``.
+
+        Args:
+            groups: saved parameter groups.
+            is_logging: warn if only one of the two runs uses NorMuon.
+            not_saved: names of matrices whose moments are those of another rank's matrix of the same name.
+        """
+        saved = (pair for group in groups for pair in group.pop(SAVED, {}).items())
+        found = {name: moment for name, moment in saved if name not in not_saved}
         if is_logging and found and not self.is_used:
             logger.warning(
                 "deepspeed-muon: the checkpoint was saved with normuon; this run's config does not set it, so its "

@@ -18,6 +18,7 @@ import torch
 from deepspeed.utils import groups
 from torch import Tensor
 
+from deepspeed import comm
 from deepspeed.muon.errors import ImportStateError, UnsupportedError
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.splitting import MatrixSpec
@@ -215,13 +216,34 @@ def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool)
         if load_states:
             write_state(optimizer, partition, folder.source, actions)
     if load_states and folder.is_ours:
-        optimizer.second_moments.load(folder.groups, is_logging=optimizer.context.is_logging)
+        _load_second_moments(engine, optimizer, folder)
         _load_settings(adapter.wrapper, optimizer, folder)
     if engine.global_rank == 0:
         log_import(optimizer, folder.source, actions)
         if not folder.is_ours:
             warn_of_fused(optimizer, folder.source, actions)
         _warn_of_what_stays(engine, optimizer)
+
+
+def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
+    """Load NorMuon's second moments; warn of those that DeepSpeed's converter drops, which start at zero.
+
+    The converter keeps what one rank saved. Other pipeline stages have other matrices; other experts, and shards that
+    are matrices of their own, have the same names.
+    """
+    several = {name for name, (sharding, _) in folder.shards.items() if len(sharding.ranges) > 1}
+    if optimizer.config.tp_mode == "whole":
+        several &= {spec.name for param, spec in optimizer.specs.items() if expert_group(param)}
+    blocks = [block for partition in optimizer.partitions for block in partition.blocks]
+    ambiguous = {block.name for block in blocks if block.shard.spec.name in several}
+    optimizer.second_moments.load(folder.groups, optimizer.context.is_logging, not_saved=ambiguous)
+    dropped = sorted({block.name for block in blocks} - optimizer.second_moments.by_name.keys())
+    if dropped and optimizer.config.normuon and comm.get_rank(group=engine.seq_data_parallel_group) == 0:
+        logger.warning(
+            f"deepspeed-muon: the universal checkpoint lacks NorMuon's second moments of {len(dropped)} matrices "
+            f"(first: {dropped[0]}), which start at zero; DeepSpeed's converter keeps those of one pipeline stage, one "
+            "rank's experts and one rank's shards"
+        )
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.engine_state import differing
+from helpers.logs import logged
 from helpers.oracles import OracleResult, change_cosine, change_error, route
 from helpers.parity import STEPS
 from helpers.settings import SETTINGS, Setting
@@ -98,6 +99,15 @@ def around_a_move(
             setting.way.take(engine, number)
         later, trained = setting.way.weights(engine), setting.way.names(engine)  # the converter drops frozen weights
         return {name: weights[name] for name in trained}, states, {name: later[name] for name in trained}
+
+
+def lost_moments(name: str, index: int, folder: str) -> tuple[list[str], int]:
+    """Load a universal checkpoint elsewhere; return (warnings about second moments, how many are not zero)."""
+    setting, case = find(name, index, folder)
+    with setting.way.engine(setting.elsewhere(case), checkpoint={"load_universal": True}) as engine, logged() as said:
+        engine.load_checkpoint(folder, tag="universal")
+        moments = engine.basic_optimizer.second_moments.by_name
+        return [text for text in said if "second moments" in text], sum(bool(m.any()) for m in moments.values())
 
 
 class Spoil:

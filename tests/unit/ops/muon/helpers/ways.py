@@ -324,7 +324,8 @@ class Experts(Way):
 
     def spoiled(self, engine: Any) -> list[list[nn.Parameter]]:
         """Return an expert's matrix first, which other ranks do not have."""
-        experts = [param for name, param in self.names(engine).items() if "experts" in name and param.ndim > 1]
+        specs = engine.basic_optimizer.specs
+        experts = [param for param, spec in specs.items() if "experts" in spec.name and spec.use_muon]
         return [experts[:1], *super().spoiled(engine)]
 
 
