@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 
 from benchmarks import report, scaling
-from deepspeed.muon.binding import StepContext
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.buffers import BucketBuffers
@@ -27,13 +26,14 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.patch import replaced
 from deepspeed.muon.plan import bucket
 from deepspeed.muon.plan.bucket import Bucket, Scale
 from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.plan import BUCKET_BYTES, Plan, global_plan
 from deepspeed.muon.plan.program import Send
-from deepspeed.muon.step import PartitionStep
+from deepspeed.muon.seam import replaced
+from deepspeed.muon.step.binding import StepContext
+from deepspeed.muon.step.partition_step import PartitionStep
 from deepspeed.muon.tuning import Candidates
 
 #: A known model, and the ranks that it is planned for.

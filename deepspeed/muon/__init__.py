@@ -16,7 +16,7 @@ from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.state_import import import_state
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.hooks import activate, install, uninstall
+from deepspeed.muon.zero.patches import activate, install, uninstall
 
 __all__ = [
     "Block",

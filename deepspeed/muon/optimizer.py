@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.binding import StepContext, bind_partition
 from deepspeed.muon.config.presets import preset_named
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
@@ -22,29 +21,31 @@ from deepspeed.muon.exchange.groups import Agreed, agreed, limit_time
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.gradients import are_finite
 from deepspeed.muon.kernels.selection import product_tables
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
-from deepspeed.muon.math import adamw, momentum
+from deepspeed.muon.math import adamw
 from deepspeed.muon.math.choice import Choice, from_pinned
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of, whole
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
-from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import route, shapes_of, tag_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec
+from deepspeed.muon.monitor.step_stats import StepStats
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import check_decay_rates, check_options, split_groups, warn_of_odd_settings
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.qk_clip.clip import QKClip
+from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import agree_with_replicas, bind_whole, unwrapped
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.scheduler_view import UserGroups
-from deepspeed.muon.second_moments import SecondMoments
-from deepspeed.muon.step import PartitionStep, short_hash
-from deepspeed.muon.step_stats import StepStats
+from deepspeed.muon.step.binding import StepContext, bind_partition
+from deepspeed.muon.step.gradient_checks import are_finite
+from deepspeed.muon.step.normuon_moments import SecondMoments
+from deepspeed.muon.step.partition_step import PartitionStep, short_hash
 from deepspeed.muon.tuning import Tuning, pinned_in
 
 
@@ -110,9 +111,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: First tensor of a partition of Muon parameters -> the step of that partition.
         self._steps: dict[Tensor, PartitionStep] = {}
         self._adam_partitions: list[Partition] = []
-        self._blocks: dict[Tensor, momentum.Blocks] = {}
+        self._blocks: dict[Tensor, Blocks] = {}
         #: Tensor that AdamW updates -> the parts of parameters that it holds.
-        self._fragments: dict[Tensor, list[momentum.Fragment]] = {}
+        self._fragments: dict[Tensor, list[Fragment]] = {}
         self.workspace = Workspace()
         #: Facts that the ranks have agreed on; set before :meth:`bind`.
         self.context = StepContext()
@@ -326,19 +327,19 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if not use_muon:
                 self._fragments[tensor] = fragments
             elif self.config.momentum_dtype == "int8":
-                self._blocks[tensor] = momentum.Blocks(fragments)
+                self._blocks[tensor] = Blocks(fragments)
             self.create_state(tensor, use_muon)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
         """Return a tensor's state, which steps update in place; create it, filled with zeros, if it is missing."""
         state = self.state[tensor]
         if use_muon:
-            return momentum.state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
+            return state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
         return adamw.state_of(state, tensor)
 
-    def blocks_of(self, tensor: Tensor) -> momentum.Blocks:
+    def blocks_of(self, tensor: Tensor) -> Blocks:
         """Return the quantization blocks of a tensor's int8 momentum; if unbound, the tensor is one whole parameter."""
-        return self._blocks.get(tensor) or momentum.whole(tensor)
+        return self._blocks.get(tensor) or whole(tensor)
 
     @staticmethod
     def host_zeros(numel: int) -> Tensor:
@@ -348,12 +349,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def state_keys(self, tensor: Tensor) -> list[str]:
         """Return the keys that :meth:`read_state` accepts. An int8 momentum has one key, like one in another dtype."""
         keys = self.state.get(tensor, {}).keys()
-        return sorted({momentum.MOMENTUM if key in (momentum.CODES, momentum.ABSMAX) else key for key in keys})
+        return sorted({MOMENTUM if key in (CODES, ABSMAX) else key for key in keys})
 
     def read_state(self, tensor: Tensor, key: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a copy of elements ``start`` to ``stop`` of a tensor's state ``key``, fp32, 1-D."""
         state = self.state[tensor]
-        if key == momentum.MOMENTUM and momentum.CODES in state:
+        if key == MOMENTUM and CODES in state:
             stop = tensor.numel() if stop is None else stop
             return self.blocks_of(tensor).read(state, start, stop, tensor.device)
         return state[key].reshape(-1)[start:stop].to(torch.float32, copy=True)
@@ -365,7 +366,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         several parameters.
         """
         state, values = self.state[tensor], values.reshape(-1)
-        if key == momentum.MOMENTUM and momentum.CODES in state:
+        if key == MOMENTUM and CODES in state:
             self.blocks_of(tensor).write(state, start, values)
             return
         buffer = state[key]

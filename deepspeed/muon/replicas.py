@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepspeed.muon.binding import StepContext
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.groups import all_maxima, is_made, join, make_groups, processes
 from deepspeed.muon.exchange.owner_set import ranks_of_set
 from deepspeed.muon.exchange.partition import whole_partition
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
+from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.tuning import Candidates, has_bf16, may_race
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import unknown, unknown_methods
-from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM, codes_of, kept_dtype
-from deepspeed.muon.second_moments import SAVED
-from deepspeed.muon.step import short_hash
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, codes_of, kept_dtype
+from deepspeed.muon.step.normuon_moments import SAVED
+from deepspeed.muon.step.partition_step import short_hash
 
 #: Keys of a saved group: the momentum's dtype if it was int8; the state of the loss scaler of fp16 autocast at stage 0.
 KEPT_AS, SCALE = "momentum_dtype", "grad_scaler"

@@ -14,9 +14,9 @@ from deepspeed.muon.cli.accelerate import ds_config_of, pointing_to
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
-from deepspeed.muon.zero.hooks import is_muon
-from deepspeed.muon.zero.lr_scheduler import Schedule, about_momentum, read_schedule
+from deepspeed.muon.zero.patches import is_muon
 from deepspeed.muon.zero.read_config import find_ds_config, is_accelerates, is_optimizer, parse_file, read_settings
+from deepspeed.muon.zero.scheduler_section import Schedule, about_momentum, read_schedule
 
 #: Values of ``optimizer.type`` that mean AdamW, in lower case: DeepSpeed's types, and the names of its classes.
 ADAMW = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")

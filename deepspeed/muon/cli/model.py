@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.muon.cli.parser import EXPECTED
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.errors import ModelError
-from deepspeed.muon.patch import replaced
+from deepspeed.muon.seam import replaced
 
 
 def build(text: str) -> nn.Module:

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.muon.cli.monitor_records import Records, Values, read
 from deepspeed.muon.errors import RecordsError
-from deepspeed.muon.step_stats import CAUTIOUS, CHANGE, ERROR, LOGIT, RANK
+from deepspeed.muon.monitor.records import Records, Values, read
+from deepspeed.muon.monitor.step_stats import CAUTIOUS, CHANGE, ERROR, LOGIT, RANK
 
 #: Colours that readers who confuse red and green can tell apart (Okabe and Ito).
 MUON, ADAMW, ORANGE, SKY, GREEN, GREY = "#0072B2", "#D55E00", "#E69F00", "#56B4E9", "#009E73", "#d0d0d0"

@@ -21,7 +21,7 @@ from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.tuning import pin, race
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
-from deepspeed.muon.zero.hooks import is_tested, seam_states
+from deepspeed.muon.zero.patches import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
 from deepspeed.muon.zero.trial import survey
 

@@ -30,7 +30,7 @@ Phase = Callable[[str], AbstractContextManager]
 
 
 class Phases(Protocol):
-    """What a rank computes between the collectives of a step; see :class:`deepspeed.muon.step.PartitionStep`."""
+    """What a rank computes between a step's collectives; :class:`deepspeed.muon.step.partition_step.PartitionStep`."""
 
     def look(self, operation: Look) -> None:
         """Find the matrices that have no gradient."""

@@ -3,10 +3,14 @@
 
 All ranks of the world make the package's groups, in one order, before any step: if DeepSpeed has bound a process to its
 device, NCCL makes a group by splitting the world's communicator, which ranks outside of the group must call too.
+
+Collectives are called through torch, not through DeepSpeed: with ``comms_logger``, DeepSpeed's wrapper ends the process
+at an operation that it cannot log, such as ``all_gather_object``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -15,6 +19,8 @@ from typing import Any, NewType
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+
+from deepspeed.muon.kernels.workspace import has_fp64
 
 Ranks = tuple[int, ...]
 #: An answer that is equal on all ranks. Only :func:`agreed` makes one.
@@ -45,6 +51,14 @@ def all_maxima(values: Tensor, group: Any) -> Tensor:
     return values
 
 
+def summed(values: Tensor) -> Tensor:
+    """Return the sums over all ranks of fp64 ``values`` on the CPU, in the accelerator's widest dtype; a collective."""
+    device = torch.device(get_accelerator().current_device_name())
+    sums = values.to(torch.float64 if has_fp64(device) else torch.float32).to(device)
+    torch.distributed.all_reduce(sums)
+    return sums
+
+
 def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> Agreed:
     """Return whether a check has passed on all ranks of ``group`` (``None``: all); a collective unless ``is_common``.
 
@@ -58,6 +72,36 @@ def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> A
         float(not has_passed), dtype=torch.float32, device=get_accelerator().current_device_name()
     )
     return Agreed(not all_maxima(has_failed, group).item())
+
+
+def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return value -> the ranks that have it. ``values``: one per rank, in the order of ranks."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return every rank's value, in the order of ranks; a collective of ``group`` (default: all ranks)."""
+    values = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast(value: Any, source: int = 0) -> Any:
+    """Return rank ``source``'s value on all ranks; a collective."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=source)
+    return values[0]
+
+
+def union(names: Iterable[str]) -> list[str]:
+    """Return the names that occur on any rank, each once; a collective. Of ranks with equal names one sends."""
+    local = list(names)
+    digests = gathered(hashlib.sha256("\n".join(local).encode()).hexdigest())
+    firsts = [ranks[0] for ranks in ranks_by_value(digests).values()]
+    return list(dict.fromkeys(name for first in firsts for name in broadcast(local, first)))
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.math.momentum import Fragment
+from deepspeed.muon.math.momentum_storage import Fragment
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 

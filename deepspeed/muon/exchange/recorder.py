@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.patch import replaced
 from deepspeed.muon.plan.checker import conflict
 from deepspeed.muon.plan.program import Collective, Group
+from deepspeed.muon.seam import replaced
 
 #: Parts of the paths of files that only pass calls on to torch; they are not recorded as the caller.
 BETWEEN = (
@@ -37,7 +37,7 @@ SEND, RECEIVE = "send", "recv"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Recorder:
+class CollectiveRecorder:
     """Records the calls of this process inside of :meth:`recording`. ``calls``: collectives and ``new_group``, in
     order. ``messages``: sends and receives, in order.
     """
@@ -92,7 +92,7 @@ class Recorder:
         log.append(self._known.setdefault((call, call.caller), call))
 
 
-def first_fault(recorders: Sequence[Recorder]) -> str | None:
+def first_fault(recorders: Sequence[CollectiveRecorder]) -> str | None:
     """Return a text that names calls on which NCCL could hang; ``None`` if there are none. ``recorders``: by rank."""
     return conflict([recorder.calls for recorder in recorders]) or _unmatched([r.messages for r in recorders])
 

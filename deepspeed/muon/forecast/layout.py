@@ -20,7 +20,6 @@ from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.query_keys import attention_layers
 from deepspeed.muon.matrices.routing import route
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.param_groups import check_options, split_groups
@@ -29,6 +28,7 @@ from deepspeed.muon.plan.cost import CostModel, cost_model
 from deepspeed.muon.plan.memory import Demand, demands_of
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard, Spread
 from deepspeed.muon.plan.plan import GlobalPlan, plan_partition
+from deepspeed.muon.qk_clip.query_keys import attention_layers
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2

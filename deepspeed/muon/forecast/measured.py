@@ -22,7 +22,7 @@ from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.choice import Choice, counted_method
-from deepspeed.muon.math.momentum import kept_dtype
+from deepspeed.muon.math.momentum_storage import kept_dtype
 from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES

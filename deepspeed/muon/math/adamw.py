@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.math.momentum import Fragment
+from deepspeed.muon.math.momentum_storage import Fragment
 from deepspeed.muon.math.wide import in_fp32
 
 #: Elements that :func:`update_squares` processes at a time.

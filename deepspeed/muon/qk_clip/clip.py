@@ -20,10 +20,10 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.logits import Factors, clip_factors
 from deepspeed.muon.matrices.block import Piece
-from deepspeed.muon.matrices.query_keys import Attention, Role
 from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.qk_clip.logits import Factors, clip_factors
+from deepspeed.muon.qk_clip.query_keys import Attention, Role
 
 
 class _HeadPart(NamedTuple):

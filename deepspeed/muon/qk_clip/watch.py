@@ -18,9 +18,9 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.math.logits import Visible, largest
-from deepspeed.muon.matrices.query_keys import Attention
 from deepspeed.muon.numerics import fixed_numerics
+from deepspeed.muon.qk_clip.logits import Visible, largest
+from deepspeed.muon.qk_clip.query_keys import Attention
 
 Seen = tuple[Tensor, Tensor, float, Visible]
 """(queries, keys, scale of their products, which keys a query sees); tensors are ``[batch, heads, tokens, width]``."""
@@ -33,7 +33,7 @@ class AttentionWatch:
     checkpointing runs a forward twice. The first run is recorded, or the recomputation during backward if the first ran
     without gradients (reentrant).
 
-    ``mode``: see :func:`deepspeed.muon.math.logits.largest`. ``step``: returns the number of steps done, the seed of
+    ``mode``: see :func:`deepspeed.muon.qk_clip.logits.largest`. ``step``: returns the number of steps done, the seed of
     mode ``sampled``; called at most once between two calls of :meth:`clear`, because the number may have to be copied
     from an accelerator.
     """

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed.muon.binding import StepContext
 from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.groups import is_made, make_groups
@@ -21,19 +20,20 @@ from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.math.choice import Rates, lowest
+from deepspeed.muon.monitor.recorder import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.owners import neighbours
-from deepspeed.muon.step import short_hash
+from deepspeed.muon.step.binding import StepContext
+from deepspeed.muon.step.partition_step import short_hash
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_race
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import muon_facts_of_all_stages
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
 from deepspeed.muon.zero.consensus import Facts, agree, differences
-from deepspeed.muon.zero.monitor import Recorder
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
-from deepspeed.muon.zero.wrappers import adapter_for
+from deepspeed.muon.zero.wrappers.registry import adapter_for
 from deepspeed.muon.zero.wrappers.tensor_parallel import joined
 
 #: Keys of a parameter group that must be equal on all ranks. Keys that a user adds may hold anything: not compared.
@@ -107,7 +107,7 @@ def bind_engine(engine: Any) -> None:
     with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
         compare_plans(engine)
     is_recorded = agreed["monitor"] and optimizer.config.monitor_interval > 0
-    engine._muon_recorder = Recorder(optimizer) if is_recorded else None
+    engine._muon_recorder = Recorder(optimizer, get_accelerator().synchronize) if is_recorded else None
     optimizer.saved_form.is_convertible = True  # for DeepSpeed's converter, which reads AdamW's names only
     adapter.patch_state_access()
     support_universal_checkpoints(adapter)

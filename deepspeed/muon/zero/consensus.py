@@ -5,24 +5,21 @@
 optimizer would not join a collective; if it does not answer, the other ranks raise an error that names it.
 :func:`raise_on_all_ranks` runs work that may fail on one rank. If it fails, all ranks raise, because the others would
 wait for that rank in their next collective.
-
-Collectives are called through torch, not through DeepSpeed: with ``comms_logger``, DeepSpeed's wrapper ends the process
-at an operation that it cannot log, such as ``all_gather_object``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
 from deepspeed.muon.errors import DisagreementError
+from deepspeed.muon.exchange.groups import gathered, ranks_by_value
 
 Facts = dict[str, Any]
 Reduce = Callable[[list[Facts]], Facts]
@@ -183,33 +180,3 @@ def _by_text(texts: list[str | None]) -> str:
         return str(texts[0])
     found = [(text, ranks) for text, ranks in ranks_by_value(texts).items() if text is not None]
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {str(ranks).strip('[]')}: {text}" for text, ranks in found)
-
-
-def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """Return value -> the ranks that have it. ``values``: one per rank, in the order of ranks."""
-    ranks: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return every rank's value, in the order of ranks; a collective of ``group`` (default: all ranks)."""
-    values = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values
-
-
-def broadcast(value: Any, source: int = 0) -> Any:
-    """Return rank ``source``'s value on all ranks; a collective."""
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=source)
-    return values[0]
-
-
-def union(names: Iterable[str]) -> list[str]:
-    """Return the names that occur on any rank, each once; a collective. Of ranks with equal names one sends."""
-    local = list(names)
-    digests = gathered(hashlib.sha256("\n".join(local).encode()).hexdigest())
-    firsts = [ranks[0] for ranks in ranks_by_value(digests).values()]
-    return list(dict.fromkeys(name for first in firsts for name in broadcast(local, first)))

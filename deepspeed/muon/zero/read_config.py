@@ -22,10 +22,10 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.param_groups import warn_of_odd_settings
-from deepspeed.muon.zero.hooks import TYPES, clipped_once, is_muon
 from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, known_keys, not_objects, place_of, warn_of_unknown
-from deepspeed.muon.zero.lr_scheduler import about_momentum, about_rate, read_schedule
+from deepspeed.muon.zero.patches import TYPES, clipped_once, is_muon
 from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.scheduler_section import about_momentum, about_rate, read_schedule
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

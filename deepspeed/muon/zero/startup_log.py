@@ -17,7 +17,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import GlobalPlan
 from deepspeed.muon.tuning import Tuning
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.lr_scheduler import about_momentum, about_rate, read_schedule
+from deepspeed.muon.zero.scheduler_section import about_momentum, about_rate, read_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts

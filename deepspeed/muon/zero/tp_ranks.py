@@ -14,10 +14,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import bwc
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.groups import group_of, make_groups
+from deepspeed.muon.exchange.groups import gathered, group_of, make_groups
 from deepspeed.muon.matrices.tp_sharding import TP_RANK
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.consensus import gathered
 
 
 def tp_rank(engine: Any) -> tuple[int, int]:

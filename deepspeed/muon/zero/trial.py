@@ -16,9 +16,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed.muon.exchange.recorder import Recorder, first_fault
+from deepspeed.muon.exchange.groups import gathered
+from deepspeed.muon.exchange.recorder import CollectiveRecorder, first_fault
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.consensus import Facts, gathered, with_type
+from deepspeed.muon.zero.consensus import Facts, with_type
 
 WIDTH, LAYERS, VOCABULARY = 256, 4, 512
 #: Sequences in one rank's batch, and tokens in each.
@@ -75,7 +76,7 @@ def survey(local: Facts) -> Facts | None:
         number of recorded calls on all ranks; ``fault``, an order of calls in which NCCL could hang, or ``None``. On
         other ranks ``None``.
     """
-    is_joined, recorder = torch.distributed.is_initialized(), Recorder()
+    is_joined, recorder = torch.distributed.is_initialized(), CollectiveRecorder()
     with recorder.recording():
         trial = try_out()
     ranks, recorders = gathered(local), gathered(recorder)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.exchange.groups import union
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
 from deepspeed.muon.matrices.pipeline import stages_of
@@ -24,9 +25,8 @@ from deepspeed.muon.saved_state import (
     routing_difference,
     saved_groups,
 )
-from deepspeed.muon.step import short_hash
+from deepspeed.muon.step.partition_step import short_hash
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
-from deepspeed.muon.zero.consensus import union
 from deepspeed.muon.zero.tp_ranks import tp_rank
 
 

@@ -22,11 +22,12 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.exchange.groups import broadcast, gathered
 from deepspeed.muon.log import logger
-from deepspeed.muon.patch import Seam, replaced
+from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero.checkpoint import compatibility, durable, manifest
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
-from deepspeed.muon.zero.consensus import broadcast, gathered, raise_on_all_ranks
+from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.nvme import saved_files
 
 #: Patterns that match the state files of any DeepSpeed checkpoint.

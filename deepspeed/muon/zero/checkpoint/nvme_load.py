@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.patch import Seam, replaced
+from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 from deepspeed.muon.zero.consensus import raise_on_all_ranks

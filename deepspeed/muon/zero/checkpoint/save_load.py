@@ -17,14 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.exchange.groups import broadcast, gathered
 from deepspeed.muon.log import logger
-from deepspeed.muon.patch import Seam, replaced
+from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero.bind import compare_plans
 from deepspeed.muon.zero.checkpoint import compatibility, files, manifest, nvme_load
 from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
 from deepspeed.muon.zero.checkpoint.nvme_load import loading_with_nvme
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
-from deepspeed.muon.zero.consensus import broadcast, differences, gathered, raise_on_all_ranks
+from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.wrappers.loss_scale import keeping_scaler_class
 

@@ -25,8 +25,8 @@ from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import expert_group
-from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.saved_state import KEPT_AS, Groups, check_groups, group_kinds, saved_groups, settings_of
+from deepspeed.muon.seam import Seam, replace
 from deepspeed.muon.state_import import (
     KEYS,
     Actions,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface to DeepSpeed's optimizer wrappers, and the check for finite gradients that most of them share."""
+"""The interface to DeepSpeed's optimizer wrappers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -11,14 +10,12 @@ from typing import Any, ClassVar
 import deepspeed.comm as comm
 from torch import Tensor
 
-from deepspeed.muon.exchange.groups import Agreed, agreed
+from deepspeed.muon.exchange.groups import Agreed
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.patch import Seam, replace
 from deepspeed.muon.plan.placement import Placement, Shard
-
-#: Methods of ZeRO's wrappers that return the norm of a group's gradient, reduced over all ranks.
-NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
+from deepspeed.muon.seam import Seam, replace
+from deepspeed.muon.zero.wrappers.grad_norm import watch_norms
 
 
 class Adapter:
@@ -122,45 +119,3 @@ class Adapter:
     def resident_partitions(self) -> Iterator[Partition]:
         """Yield each partition while its tensors are in memory, not on NVMe; changes to them are kept."""
         return iter(self.optimizer.all_partitions)
-
-
-def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed]:
-    """Record the norm of each group's gradient, which stages 1 to 3 reduce over all ranks before any update.
-
-    Returns:
-        A function that returns whether the norms of the current step are finite, equal on all ranks. It raises
-        RuntimeError on all ranks if ZeRO computed no norm in this step.
-
-    Args:
-        replace: :meth:`Adapter.replace`.
-    """
-    # Not the combined norm: a non-finite group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
-    norms: list[Any] = []
-
-    def start(step: Callable, *args: Any, **kwargs: Any) -> Any:
-        norms.clear()
-        return step(*args, **kwargs)
-
-    def listen(method: Callable, *args: Any, **kwargs: Any) -> Any:
-        norms.append(method(*args, **kwargs))
-        return norms[-1]
-
-    def are_finite() -> Agreed:
-        if not norms:
-            raise RuntimeError(
-                "deepspeed-muon cannot tell whether the gradient is finite: this version of DeepSpeed called none of "
-                f"{', '.join(NORM_METHODS)} in this step. Nothing was updated; run ds_muon report, and install a "
-                "tested version of DeepSpeed"
-            )
-        norms[:] = map(float, norms)  # waits for the accelerator: once per step, whatever the number of calls
-        return agreed(all(map(is_valid, norms)), is_common=True)
-
-    replace("step", start)
-    for name in NORM_METHODS:
-        replace(name, listen)
-    return are_finite
-
-
-def is_valid(norm: Any) -> bool:
-    """Return whether a gradient norm (a number or 0-D tensor) shows that the gradient is finite."""
-    return 0 <= float(norm) < math.inf  # ZeRO reports -1; comparisons with NaN are false

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import deepspeed.comm as comm
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.param_groups import expert_group
 
 
 def shard_group(engine: Any, group: Mapping[str, Any]) -> Any:
@@ -25,20 +24,6 @@ def shard_group(engine: Any, group: Mapping[str, Any]) -> Any:
 def with_names(params: Iterable[Any]) -> list[Any]:
     """Name the unnamed groups in ``params`` by their index: DeepSpeed needs names to separate the groups of experts."""
     return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
-
-
-def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
-    """Replace ``norm``, a group's gradient norm at stages 1 and 2: count the experts of all tensor-parallel ranks.
-
-    Under tensor parallelism DeepSpeed takes experts for replicas and counts only those of the first rank, but each rank
-    has its own part of them. The last of ``args`` is the list of the group's parameters.
-    """
-    rank = wrapper.model_parallel_rank
-    try:
-        wrapper.model_parallel_rank = 0 if any(map(expert_group, args[-1])) else rank
-        return norm(*args)
-    finally:
-        wrapper.model_parallel_rank = rank
 
 
 def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:

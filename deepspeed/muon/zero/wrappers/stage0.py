@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.patch import Seam
+from deepspeed.muon.seam import Seam
 from deepspeed.muon.zero.tp_ranks import tp_group, tp_rank
-from deepspeed.muon.zero.wrappers.adapter import Adapter, is_valid
+from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import shard_group
+from deepspeed.muon.zero.wrappers.grad_norm import is_valid, mark_gradients
 from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast, unfused_scaler
 
 
@@ -75,7 +76,7 @@ class Stage0(Adapter):
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
         """Mark the gradients, and let the wrapper have ``missing_groups`` more groups, with zero gradients, inside."""
-        _mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
+        mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
             for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups):
                 for _ in range(missing_groups):
@@ -117,23 +118,10 @@ class Plain(Stage0):
         from deepspeed.runtime.utils import get_weight_norm
 
         params = [param for param in self.engine.module.parameters() if param.grad is not None]
-        _mark_gradients(params)
+        mark_gradients(params)
         norm = self.engine._global_grad_norm = get_weight_norm([param.grad for param in params], mpu=self.engine.mpu)
         if norm > self.engine.gradient_clipping():
             torch._foreach_mul_([param.grad for param in params], self.engine.gradient_clipping() / (norm + 1e-6))
-
-
-def _mark_gradients(params: Iterable[Tensor]) -> None:
-    """Copy marks from parameters to gradients, by which a norm over ranks counts each gradient once.
-
-    They mark parts of tensor parallelism, and copies on other stages of a pipeline.
-    """
-    from deepspeed.runtime.utils import is_model_parallel_parameter
-
-    for param in params:
-        if param.grad is not None:
-            param.grad.model_parallel = is_model_parallel_parameter(param)  # type: ignore[attr-defined]
-            param.grad.ds_pipe_replicated = getattr(param, "ds_pipe_replicated", False)  # type: ignore[attr-defined]
 
 
 class _Whole:

@@ -14,20 +14,19 @@ from itertools import accumulate
 from typing import Any
 
 import deepspeed.comm as comm
-import torch
 from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.gradients import are_finite
-from deepspeed.muon.math.momentum import CODES, MOMENTUM
+from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM
 from deepspeed.muon.matrices.routing import TAG
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.patch import replace
 from deepspeed.muon.plan.placement import Placement
+from deepspeed.muon.seam import replace
+from deepspeed.muon.step.gradient_checks import are_finite
 from deepspeed.muon.zero.tp_ranks import tp_rank
-from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, Adapter, is_valid
-from deepspeed.muon.zero.wrappers.experts import with_all_experts
+from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, is_valid, with_all_experts, with_norms_of_all_stages
 from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
@@ -224,23 +223,6 @@ def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Ten
 
     replace(param._hp_mapping, "get_hp_fragment", get)
     replace(param, "set_full_hp_param", write)
-
-
-def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace ``scaled_global_norm``: also join the norms of ``missing`` groups that only other pipeline stages have.
-
-    A stage without matrices, for example, has no Muon group; its part of that norm is zero.
-    """
-    from deepspeed.runtime import utils
-
-    if wrapper.cpu_offload:
-        none = partial(wrapper.complete_grad_norm_calculation_for_cpu_offload, [])
-    else:
-        none = partial(wrapper.get_grad_norm_direct, [], [])
-    norms = [original(*args, **kwargs), *(none() for _ in range(missing))]
-    tensors = [torch.as_tensor(norm, dtype=torch.float32).to(wrapper.device) for norm in norms]
-    combine = getattr(utils, "combine_grad_norm_groups", None)  # combine them as the installed DeepSpeed does
-    return combine(tensors) if combine else torch.linalg.vector_norm(torch.stack(tensors))
 
 
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,11 +16,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.math.momentum import ABSMAX, CODES, MOMENTUM
-from deepspeed.muon.patch import Seam, replaced
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM
 from deepspeed.muon.plan.placement import Placement
+from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero import nvme
-from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, Adapter
+from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS
 from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)

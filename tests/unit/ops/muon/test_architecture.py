@@ -22,9 +22,9 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "log": set(),
     "numerics": set(),
-    "patch": set(),
+    "seam": set(),
     "version": set(),
-    "kernels": {"errors", "log", "numerics", "patch", "version"},
+    "kernels": {"errors", "log", "numerics", "seam", "version"},
     "math": {"kernels"},
     "matrices": {"config"},
     "config": {"math"},
@@ -32,25 +32,22 @@ LAYERS: dict[str, set[str]] = {
     "exchange": {"plan"},
     "param_groups": {"matrices"},
     "scheduler_view": {"errors", "log", "version"},
-    "step_stats": {"math"},
     "tuning": {"config"},
-    "second_moments": {"exchange"},
-    "gradients": {"exchange"},
-    "step": {"gradients", "second_moments", "step_stats"},
-    "binding": {"step", "tuning"},
+    "monitor": {"exchange"},
+    "step": {"monitor", "tuning"},
     "qk_clip": {"exchange"},
-    "replicas": {"binding"},
+    "replicas": {"step"},
     "saved_state": {"step"},
-    "optimizer": {"param_groups", "qk_clip", "replicas", "saved_state", "scheduler_view", "step"},
+    "optimizer": {"param_groups", "qk_clip", "replicas", "saved_state", "scheduler_view"},
     "state_import": {"optimizer"},
     "forecast": {"optimizer"},
-    "zero": {"forecast", "patch", "state_import"},
+    "zero": {"forecast", "seam", "state_import"},
     "cli": {"zero"},
     "": {"cli"},
 }
 #: What layers may import beside the standard library, the package and DeepSpeed, if it is not torch alone.
 LIBRARIES: dict[str, set[str]] = {
-    **{name: set() for name in ("errors", "log", "patch", "version", "plan")},
+    **{name: set() for name in ("errors", "log", "seam", "version", "plan")},
     "kernels": {"torch", "triton", "quack", "packaging", "psutil"},
     "config": {"pydantic"},
     "zero": {
@@ -61,7 +58,8 @@ LIBRARIES: dict[str, set[str]] = {
         "hjson",
         "yaml",
     },  # as DeepSpeed itself, and YAML where a user has it
-    "cli": {"torch", "transformers", "matplotlib", "tensorboard", "yaml"},
+    "monitor": {"torch", "tensorboard"},
+    "cli": {"torch", "transformers", "matplotlib", "yaml"},
 }
 COLLECTIVES = ("torch.distributed", "deepspeed.comm")
 #: What of DeepSpeed's `comm` sends nothing between ranks.
@@ -84,9 +82,9 @@ OF_ONE_KIND = {
 IN_FP64 = {
     "math.rules": "where `has_fp64`",
     "matrices.routing": "dtypes of the user's parameters",
-    "step_stats": "on the CPU",
+    "exchange.groups": "where `has_fp64`",
+    "monitor.step_stats": "on the CPU",
     "zero.checkpoint.safe_load": "NumPy's",
-    "zero.monitor": "where `has_fp64`",
 }
 KINDS = ("torch.cuda", "torch.mps", "torch.npu", "torch.xpu", "torch.hpu", "torch.backends.cuda", "torch.backends.mps")
 RANKS = re.compile(r"(^|_)(rank|ranks|world_size|process_group)$")

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon.math import logits
-from deepspeed.muon.math.logits import Visible
 from deepspeed.muon.qk_clip import watch
 from deepspeed.muon.qk_clip.clip import QKClip
+from deepspeed.muon.qk_clip.logits import Visible
 from helpers.language_models import IDS, SMALL
 
 

@@ -25,7 +25,7 @@ from helpers.paths import DOCS, EXAMPLES, PACKAGE, ROOT, TESTS
 from helpers.training import ds_config, fp32_weights, make_engine
 
 PAGES = sorted(DOCS.rglob("*.md"))
-GENERATED = ("configuration.md", "reference/errors.md", "evidence/damaged-checkpoints.md")
+GENERATED = ("configuration.md", "reference/wrong-configurations.md", "evidence/damaged-checkpoints.md")
 #: Functions whose strings are messages, though they are raised elsewhere.
 WRITERS = {
     "_silence",

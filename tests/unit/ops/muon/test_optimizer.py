@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon.math import adamw
+from deepspeed.muon.monitor.step_stats import SIZES, StepStats
 from deepspeed.muon.replicas import bind_whole
-from deepspeed.muon.step_stats import SIZES, StepStats
 from helpers.engine_state import kept_dtypes
 from helpers.models import MODELS
 from helpers.oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle

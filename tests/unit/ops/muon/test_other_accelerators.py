@@ -109,7 +109,7 @@ def test_ranks_are_compared() -> None:
 
 def recorded(folder: Path, has_fp64: bool) -> set[str]:
     """Dtypes of what the ranks sum in a step that is recorded."""
-    from deepspeed.muon.zero import monitor
+    from deepspeed.muon.exchange import groups
 
     summed: set[str] = set()
 
@@ -119,7 +119,7 @@ def recorded(folder: Path, has_fp64: bool) -> set[str]:
 
     engine = make_engine(MODELS["mlp"](), monitored(str(folder), 1, stage=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitor, "has_fp64", lambda device: has_fp64, raising=False)
+        patch.setattr(groups, "has_fp64", lambda device: has_fp64)
         patch.setattr(torch.distributed, "all_reduce", all_reduce)
         train_engine(engine, 1)
     engine.destroy()

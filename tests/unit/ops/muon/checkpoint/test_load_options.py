@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.muon.math.momentum import Blocks
-from deepspeed.muon.patch import replaced
+from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.saved_state import settings_of
+from deepspeed.muon.seam import replaced
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.save_load import _position
 from helpers.checkpoints import error_of, remove_manifests

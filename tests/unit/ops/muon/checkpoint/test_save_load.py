@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed.muon import CheckpointError
-from deepspeed.muon.patch import replaced
+from deepspeed.muon.seam import replaced
 from deepspeed.muon.zero.checkpoint import durable, manifest, safe_load, save_load
 from helpers.checkpoints import error_of
 from helpers.distributed import run

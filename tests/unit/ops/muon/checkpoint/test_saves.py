@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.muon.patch import replaced
+from deepspeed.muon.seam import replaced
 from deepspeed.muon.zero.checkpoint import manifest
 from helpers.checkpoints import error_of, tree, verify_save
 from helpers.distributed import run

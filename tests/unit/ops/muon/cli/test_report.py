@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deepspeed.muon.cli import report
-from deepspeed.muon.patch import Seam
-from deepspeed.muon.zero import hooks
+from deepspeed.muon.seam import Seam
+from deepspeed.muon.zero import patches
 
 Command = Callable[..., Any]
 
@@ -18,7 +18,7 @@ def test_report(ds_muon: Command) -> None:
     status, out, err = ds_muon("report", "--json")
     facts = json.loads(out)
     assert (status, err, facts["ok"], facts["problems"]) == (0, "", True, [])
-    assert len(facts["seams"]) == len(hooks.SEAMS) and set(facts["seams"].values()) == {"in use", "ready"}
+    assert len(facts["seams"]) == len(patches.SEAMS) and set(facts["seams"].values()) == {"in use", "ready"}
     assert facts["versions"]["deepspeed-muon"] and facts["tested_deepspeed"]["includes_installed"] is True
     assert facts["backends"]["gloo"] is True and facts["activation"]["entry_point_registered"] is True
     status, out, _ = ds_muon("report")
@@ -34,7 +34,7 @@ def test_report(ds_muon: Command) -> None:
 
 def test_report_fails_where_something_is_missing(ds_muon: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     seam = Seam("deepspeed.runtime.engine", "DeepSpeedEngine._nowhere")
-    monkeypatch.setattr(hooks, "SEAMS", (*hooks.SEAMS, seam))
+    monkeypatch.setattr(patches, "SEAMS", (*patches.SEAMS, seam))
     monkeypatch.setattr(report, "ENTRY_NAME", "nobody")
     status, out, _ = ds_muon("report", "--json")
     facts = json.loads(out)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section ``optimizer.params``: defaults, precedence, the rule of ``adjust_lr_fn``, the digest, and refusals.
 
-More refusals, with their whole messages, are those of docs/reference/errors.md.
+More refusals, with their whole messages, are those of docs/reference/wrong-configurations.md.
 """
 
 import difflib

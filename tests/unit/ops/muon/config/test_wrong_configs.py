@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every wrong configuration of docs/reference/errors.md gets its message there, before anything is allocated."""
+"""Every case of docs/reference/wrong-configurations.md gets its message, before anything is allocated."""
 
 import re
 
@@ -16,4 +16,6 @@ def test_each_is_refused_in_our_words_before_anything_is_allocated() -> None:
         keys = re.findall(r'"(\w[\w-]*)":', title)
         assert not keys or any(key in message for key in keys), (title, message)
         assert not allocated, title
-    assert table(results) in (ROOT / "docs" / "reference" / "errors.md").read_text(), "run python docs/generate.py"
+    assert table(results) in (ROOT / "docs" / "reference" / "wrong-configurations.md").read_text(), (
+        "run python docs/generate.py"
+    )

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from deepspeed.muon.errors import DisagreementError
 from deepspeed.muon.exchange.exchange import BucketBuffers
-from deepspeed.muon.exchange.recorder import Recorder
+from deepspeed.muon.exchange.recorder import CollectiveRecorder
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.zero.consensus import agree, differences
 from helpers.distributed import RankError, run
@@ -86,7 +86,7 @@ def sent_bytes(stage: int, dtype: str = "bf16", kind: str = "bf16", wire: str = 
     """Bytes that this rank sends to others in the all-to-alls of one step."""
     optimizer = with_params(ns_dtype=kind, wire_dtype=wire)
     engine = make_engine(FixedGradients(TRAFFIC), ds_config(stage=stage, dtype=dtype, optimizer=optimizer))
-    recorder, rank = Recorder(), torch.distributed.get_rank()
+    recorder, rank = CollectiveRecorder(), torch.distributed.get_rank()
     engine.backward(engine(engine.module.gradients(0)))
     with recorder.recording():
         engine.step()
@@ -230,7 +230,7 @@ def test_a_rank_that_dies_in_the_exchange_ends_the_others() -> None:
 
 def raise_in_a_step(stage: int, rank: int) -> None:
     """An exception on one rank, which its script catches, so that the process and its connections live on."""
-    from deepspeed.muon.step import PartitionStep
+    from deepspeed.muon.step.partition_step import PartitionStep
 
     def fail(*args: Any) -> None:
         raise TypeError("a matrix of one column")

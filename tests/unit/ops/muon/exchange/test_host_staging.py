@@ -42,8 +42,8 @@ class LateStaging(Staging):
 
 def staged(kind: type[Staging] | None, bucket_bytes: int, **config: Any) -> tuple[dict[str, Tensor], int]:
     """Changes of the weights where shards lie elsewhere than what orthogonalizes, and the number of buckets."""
-    from deepspeed.muon import binding
     from deepspeed.muon import optimizer as module
+    from deepspeed.muon.step import binding
 
     originals, counts = (binding.plan_partition, module.Exchange), []
 
@@ -86,7 +86,7 @@ def test_staged_shards_travel_as_others_do(stage: int, offload: bool) -> None:
 
 def counted(**config: Any) -> tuple[int, int]:
     """Matrices that this rank orthogonalizes in three steps, and how many the model has."""
-    from deepspeed.muon import step as module
+    from deepspeed.muon.step import partition_step as module
 
     original, done = module.orthogonalize, []
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.exchange.recorder import Recorder
+from deepspeed.muon.exchange.recorder import CollectiveRecorder
 from deepspeed.muon.plan.program import Collective, collectives_of
 from helpers.collectives import inverted
 from helpers.distributed import RankError, run
@@ -23,7 +23,7 @@ def every_collective() -> list[Facts]:
     """Of two ranks."""
     import torch.distributed as dist
 
-    rank, recorder = dist.get_rank(), Recorder()
+    rank, recorder = dist.get_rank(), CollectiveRecorder()
     x, wide = torch.ones(2), torch.ones(4)
     with recorder.recording():
         dist.all_reduce(x)
@@ -112,7 +112,7 @@ def recorded_steps(params: dict[str, Any], **config: Any) -> tuple[list[Facts], 
     engine = make_engine(
         FixedGradients(SHAPES), ds_config(optimizer={"type": "Muon", "params": PARAMS | params}, **config)
     )
-    recorder = Recorder()
+    recorder = CollectiveRecorder()
     for step in range(2):
         gradients = engine.module.gradients(step)
         engine.backward(engine(gradients))

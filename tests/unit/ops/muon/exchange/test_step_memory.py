@@ -86,7 +86,7 @@ def watched_step(engine: Any, step: Callable[[], None]) -> Allocations:
 
 def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type: str, **config: Any) -> tuple[int, ...]:
     """Of this rank's first step, where the CPU plays a device: predicted bytes, the most alive, slots."""
-    from deepspeed.muon import binding
+    from deepspeed.muon.step import binding
 
     originals = binding.cost_model, workspace.is_accelerator
 

@@ -153,7 +153,7 @@ def _recorded() -> Iterator[Any]:
     if "deepspeed.muon" not in sys.modules:
         yield None
         return
-    recorder = import_module("deepspeed.muon.exchange.recorder").Recorder()
+    recorder = import_module("deepspeed.muon.exchange.recorder").CollectiveRecorder()
     with recorder.recording():
         yield recorder
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong configurations, and the message of each: the cases of docs/reference/errors.md."""
+"""Wrong configurations, and the message of each: the cases of docs/reference/wrong-configurations.md."""
 
 import json
 from collections.abc import Callable

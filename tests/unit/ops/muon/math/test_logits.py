@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.math import logits
-from deepspeed.muon.math.logits import Visible, clip_factors, largest
+from deepspeed.muon.qk_clip.logits import Visible, clip_factors, largest
 
 GENERATOR = torch.Generator().manual_seed(0)
 QUERY = torch.randn(2, 4, 21, 5, generator=GENERATOR)

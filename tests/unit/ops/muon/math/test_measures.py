@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from deepspeed.muon import step_stats
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.step_stats import orthogonality_error, participation_ratio, sums_of_update
+from deepspeed.muon.monitor import step_stats
+from deepspeed.muon.monitor.step_stats import orthogonality_error, participation_ratio, sums_of_update
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (1, 9), (130, 7)]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.gradients import are_finite
-from deepspeed.muon.patch import replace
+from deepspeed.muon.seam import replace
+from deepspeed.muon.step.gradient_checks import are_finite
 from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, watch_norms
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.replicas import bind_whole
-from deepspeed.muon.step import PartitionStep
+from deepspeed.muon.step.partition_step import PartitionStep
 from helpers.distributed import run
 from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
 
@@ -22,7 +22,7 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
     """Weights after three steps, and kernels of the last one as planned and as traced."""
     from benchmarks.launches import Launches, launches_of, noted, traced
     from deepspeed.muon.kernels import selection as module
-    from deepspeed.muon.step_stats import SIZES, StepStats
+    from deepspeed.muon.monitor.step_stats import SIZES, StepStats
 
     choose = module.choose
 

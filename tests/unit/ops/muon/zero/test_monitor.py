@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.muon import step_stats
-from deepspeed.muon.step_stats import SIZES, Sample, StepStats, label, values_of
-from deepspeed.muon.zero import monitor
+from deepspeed.muon.monitor import recorder, step_stats
+from deepspeed.muon.monitor.step_stats import SIZES, Sample, StepStats, label, values_of
+from deepspeed.muon.zero import engine_step
 from deepspeed.muon.zero.consensus import agree, raise_on_all_ranks
 from helpers import nvme, tensor_parallel
 from helpers.attention import untrained_logits
@@ -300,21 +300,21 @@ def test_a_step_without_a_record_does_nothing_more(tmp_path: Path) -> None:
 # ---- the turn of the matrices, and values that do not exist -----------------------------------------------------
 
 
-def recorder(monkeypatch: pytest.MonkeyPatch, matrices: dict[str, list[str]]) -> Any:
-    monkeypatch.setattr(monitor, "union", list)
+def recorder_of(monkeypatch: pytest.MonkeyPatch, matrices: dict[str, list[str]]) -> Any:
+    monkeypatch.setattr(recorder, "union", list)
     blocks = [
         SimpleNamespace(shard=SimpleNamespace(spec=SimpleNamespace(name=parameter)), name=name)
         for parameter, names in matrices.items()
         for name in names
     ]
     plans = [SimpleNamespace(of_all=SimpleNamespace(items=blocks, counts=[1] * len(blocks)))]
-    return monitor.Recorder(SimpleNamespace(plans=plans, qk_clip=None))  # type: ignore[arg-type]
+    return recorder.Recorder(SimpleNamespace(plans=plans, qk_clip=None), lambda: None)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 24, 225])
 def test_every_matrix_has_its_turn(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recorder(monkeypatch, {}).sample(3) == Sample()
-    found = recorder(monkeypatch, {f"p{i}": [f"p{i}", f"p{i}[9]", f"p{i}[18]"] for i in range(count)})
+    assert recorder_of(monkeypatch, {}).sample(3) == Sample()
+    found = recorder_of(monkeypatch, {f"p{i}": [f"p{i}", f"p{i}[9]", f"p{i}[18]"] for i in range(count)})
     turns = [found.sample(turn) for turn in range(3 * count)]
     assert {sample.label for sample in turns[:count]} == {f"p{i}" for i in range(count)}
     assert len(set(turns)) == 3 * count
@@ -366,7 +366,7 @@ def test_a_phase_that_raises_ends(kind: str) -> None:
     from deepspeed.utils.timer import SynchronizedWallClockTimer
 
     timers, stats = SynchronizedWallClockTimer(), StepStats(lambda: None)
-    phase = monitor._timed(timers) if kind == "timers" else stats.phase
+    phase = engine_step._timed(timers) if kind == "timers" else stats.phase
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), phase("apply"):
             raise ZeroDivisionError

@@ -217,7 +217,7 @@ def count(folder: str, offload: dict[str, Any], needed: int, **config: Any) -> l
     few, enough = ({**offload, "buffer_count": number} for number in (needed - 1, needed))
     results = [attempt(folder, few, **config), attempt(folder, enough, **config)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.muon.zero.hooks.check_nvme", lambda *_: None)
+        patch.setattr("deepspeed.muon.zero.patches.check_nvme", lambda *_: None)
         return [*results, attempt(folder, few, **config)]
 
 

@@ -130,7 +130,7 @@ def test_settings_of_groups(
     ids=str,
 )
 def test_wrong_settings_of_a_group_are_refused(own: dict[str, Any], parts: tuple[str, ...]) -> None:
-    """More are in docs/reference/errors.md, with their whole messages."""
+    """More are in docs/reference/wrong-configurations.md, with their whole messages."""
     with pytest.raises(MuonConfigError) as error:
         halves_of({}, own)
     assert all(part in str(error.value) for part in parts), error.value

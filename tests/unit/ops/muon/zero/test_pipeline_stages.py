@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.muon.patch import replace
+from deepspeed.muon.seam import replace
 from deepspeed.muon.zero.wrappers.stage12 import with_norms_of_all_stages
 from helpers.distributed import run
 from helpers.logs import logged

@@ -76,17 +76,17 @@ def methods_of(engine: Any) -> dict[str, str]:
 @contextmanager
 def calls() -> Iterator[list[tuple[str, str, torch.dtype]]]:
     """Shape, method and dtype of every call of Newton-Schulz in a step."""
-    from deepspeed.muon import step
+    from deepspeed.muon.step import partition_step
 
     found: list[tuple[str, str, torch.dtype]] = []
-    original = step.orthogonalize
+    original = partition_step.orthogonalize
 
     def noting(x: Tensor, schedule: Any, *, method: str, dtype: torch.dtype, **others: Any) -> Tensor:
         found.append(("x".join(map(str, sorted(x.shape[1:]))), method, dtype))
         return original(x, schedule, method=method, dtype=dtype, **others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "orthogonalize", noting)
+        patch.setattr(partition_step, "orthogonalize", noting)
         yield found
 
 

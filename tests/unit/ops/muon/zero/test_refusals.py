@@ -51,7 +51,7 @@ BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 STATES = BF16 | {"bf16_optimizer_states": True}
 FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 ZERO = "zero_optimization"
-#: settings and the key that the message names; docs/reference/errors.md has whole messages
+#: settings and the key that the message names; docs/reference/wrong-configurations.md has whole messages
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "nvme": ({"zero": offload(**NVME)}, f"{ZERO}.offload_optimizer.device"),
     "nvme params": ({"zero": {"offload_param": NVME}}, f"{ZERO}.offload_param.device"),

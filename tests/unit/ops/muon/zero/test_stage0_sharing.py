@@ -69,7 +69,7 @@ def test_work_is_shared_where_it_outweighs_the_bytes() -> None:
 
 def trained(share: bool, model: str = "broad", steps: int = 4, **config: Any) -> dict[str, Any]:
     """Weights and momentum of this rank, matrices that it orthogonalized, bytes that its plans send."""
-    from deepspeed.muon import step as module
+    from deepspeed.muon.step import partition_step as module
 
     done, originals = [], (module.orthogonalize, planning.is_worth_sharing)
 

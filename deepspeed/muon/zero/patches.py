@@ -27,17 +27,17 @@ from deepspeed.muon.kernels.build_lock import wait_for_torch
 from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import check_patterns
-from deepspeed.muon.patch import Seam, replace, replaced
+from deepspeed.muon.seam import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import save_load, universal
-from deepspeed.muon.zero.lr_scheduler import check_schedule, configure_scheduler, scheduler_from_config
-from deepspeed.muon.zero.monitor import take_step
+from deepspeed.muon.zero.engine_step import take_step
 from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.refusals import ON_GPUS, refuse_engine, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.scheduler_section import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.tp_ranks import note_tp_rank
-from deepspeed.muon.zero.wrappers import ADAPTERS
 from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
+from deepspeed.muon.zero.wrappers.registry import ADAPTERS
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock DeepSpeed refuses the second, so that a machine
 #: without this package fails instead of training with stock's Muon.

@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live output of a run, through DeepSpeed's monitor (TensorBoard, CSV, W&B, Comet) and timers."""
+"""Record a step: measure it on all ranks, sum, and write the values through DeepSpeed's monitor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from deepspeed.accelerator import get_accelerator
-
 from deepspeed.muon.exchange.exchange import Phase
-from deepspeed.muon.exchange.failures import failures_reported
-from deepspeed.muon.kernels.workspace import has_fp64
-from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.step_stats import (
+from deepspeed.muon.exchange.groups import summed, union
+from deepspeed.muon.monitor.step_stats import (
     ABSENT,
     CAUTIOUS,
     CHANGE,
     LOGIT,
+    PREFIX,
     RECORD,
     SAMPLED,
     SIZES,
@@ -28,51 +24,17 @@ from deepspeed.muon.step_stats import (
     label,
     values_of,
 )
-from deepspeed.muon.zero.consensus import union
-
-#: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
-TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schulz", "apply", "adamw"))
-#: Prefix of the names of all recorded values.
-PREFIX = "Train/Muon/"
-
-
-def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``DeepSpeedEngine._take_model_step``: also measure and record every ``monitor_interval``-th step.
-
-    Then free the scratch memory on an accelerator, and log a skipped step if DeepSpeed does not.
-    """
-    optimizer = engine.basic_optimizer
-
-    def step() -> None:
-        with failures_reported():
-            optimizer.begin_step()
-            original(engine, *args, **kwargs)
-
-    recorder, skipped = engine._muon_recorder, engine.skipped_steps
-    phase = _timed(engine.timers) if engine.wall_clock_breakdown() else nullcontext
-    if recorder is not None and recorder.is_due(engine):
-        recorder.record(step, engine, phase)
-    else:
-        with optimizer.observed(phase):
-            step()
-    optimizer.workspace.release()
-    if engine.skipped_steps > skipped and not _logs_skipped_steps(engine.optimizer):
-        optimizer.report_skip()
-    if engine.wall_clock_breakdown():  # on all ranks, as this also resets the timers; rank 0 prints
-        engine.timers.log(names=TIMERS)
-
-
-def _logs_skipped_steps(wrapper: Any) -> bool:
-    """Return whether the wrapper's loss scaler logs skipped steps; before DeepSpeed 0.19.8 a static one does not."""
-    scaler = getattr(wrapper, "loss_scaler", None)  # if it logs, its code names log_dist or logger
-    return scaler is not None and bool({"log_dist", "logger"} & set(type(scaler).update_scale.__code__.co_names))
 
 
 class Recorder:
-    """Measure steps on all ranks; rank 0 writes the sums. The constructor and :meth:`record` are collectives."""
+    """Measure steps on all ranks; rank 0 writes the sums. The constructor and :meth:`record` are collectives.
 
-    def __init__(self, optimizer: MuonWithAuxAdam) -> None:
-        self._optimizer = optimizer
+    ``optimizer``: a :class:`deepspeed.muon.optimizer.MuonWithAuxAdam` that is bound. ``synchronize``: waits for the
+    accelerator.
+    """
+
+    def __init__(self, optimizer: Any, synchronize: Callable[[], None]) -> None:
+        self._optimizer, self._synchronize = optimizer, synchronize
         #: :func:`label` of a parameter -> its matrices with a single owner; only such a matrix can be sampled.
         self._matrices: dict[str, list[str]] = {}
         for plan in optimizer.plans:
@@ -91,7 +53,7 @@ class Recorder:
         """Call ``step`` to take the step, measure it and write its record; ``outer`` is entered around each phase."""
         optimizer = self._optimizer
         sample = self.sample((engine.global_steps + 1) // optimizer.config.monitor_interval - 1)
-        stats = StepStats(get_accelerator().synchronize, sample)
+        stats = StepStats(self._synchronize, sample)
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
@@ -103,6 +65,7 @@ class Recorder:
         with optimizer.observed(phase, stats), stats.phase("step"):
             step()
         with stats.phase(RECORD):
+            stats.add(ABSENT, 0.0, float(engine.global_rank == 0))  # sum over ranks / 1: a count
             values = self._summed(stats, sample)
         values |= rates | {f"{name}_ms": 1e3 * spent for name, spent in stats.seconds.items()}
         if (norm := engine.get_global_grad_norm()) is not None:
@@ -132,25 +95,6 @@ class Recorder:
         for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
             stats.add(f"{LOGIT}/{layer}", logit, 1)
         measures = (CHANGE, CAUTIOUS) if self._optimizer.config.cautious_weight_decay else (CHANGE,)
-        stats.add(ABSENT, 0.0, float(torch.distributed.get_rank() == 0))  # sum over ranks / 1: a count
         names = [ABSENT, *SIZES.values(), *(f"{measure}/{name}" for measure in measures for name in self._labels)]
         names += [*(f"{LOGIT}/{layer}" for layer in self._layers), *(f"{m}/{sample.label}" for m in SAMPLED)]
-        device = torch.device(get_accelerator().current_device_name())
-        sums = stats.sums(names).to(torch.float64 if has_fp64(device) else torch.float32).to(device)
-        torch.distributed.all_reduce(sums)
-        return values_of(names, sums)
-
-
-def _timed(timers: Any) -> Phase:
-    """Return a context manager that times a phase of the step with one of DeepSpeed's ``timers``."""
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        timer = timers(f"muon_{name}")
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.stop()
-
-    return phase
+        return values_of(names, summed(stats.sums(names)))

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from deepspeed.muon.config.messages import nearest
 from deepspeed.muon.errors import RecordsError
-from deepspeed.muon.step_stats import PER_LAYER
-from deepspeed.muon.zero.monitor import PREFIX
+from deepspeed.muon.monitor.step_stats import PER_LAYER, PREFIX
 
 #: Number of training samples -> value, in increasing order of samples.
 Values = dict[int, float]

@@ -28,20 +28,20 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.buffers import BucketBuffers, copy_from_grid, copy_to_grid, grid_view
 from deepspeed.muon.exchange.exchange import Exchange, Phase
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.gradients import GradientProbe
 from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.kernels.workspace import batch_limit
-from deepspeed.muon.math.momentum import MOMENTUM, Blocks, Fragment, State
+from deepspeed.muon.math.momentum_storage import MOMENTUM, Blocks, Fragment, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.wide import in_fp32
+from deepspeed.muon.monitor.step_stats import ABSENT, StepStats
 from deepspeed.muon.plan.bucket import Bucket, ShardRun, Span
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Collective, Look, NewtonSchulz, Program, program_of
-from deepspeed.muon.second_moments import SecondMoments
-from deepspeed.muon.step_stats import ABSENT, StepStats
+from deepspeed.muon.step.gradient_checks import GradientProbe
+from deepspeed.muon.step.normuon_moments import SecondMoments
 
 
 def short_hash(text: str, digits: int = 16) -> str:

@@ -19,13 +19,13 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import Choice, shape_key
-from deepspeed.muon.math.momentum import Blocks
+from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.plan import plan_partition, without_collector
 from deepspeed.muon.plan.program import NewtonSchulz
-from deepspeed.muon.second_moments import SecondMoments
-from deepspeed.muon.step import PartitionStep
+from deepspeed.muon.step.normuon_moments import SecondMoments
+from deepspeed.muon.step.partition_step import PartitionStep
 from deepspeed.muon.tuning import method_of, with_products
 
 
@@ -79,7 +79,7 @@ def bind_partition(
         choice: dtype, methods and kernels of Newton-Schulz.
         tables: name -> kernels from which ``choice`` picks those of the matrix products.
         exchange: communication among the ranks of the partition.
-        blocks, second_moments: see :class:`deepspeed.muon.step.PartitionStep`.
+        blocks, second_moments: see :class:`deepspeed.muon.step.partition_step.PartitionStep`.
     """
     method = partial(method_of, choice, group["ns_method"])
     near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1

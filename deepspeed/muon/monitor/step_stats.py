@@ -21,6 +21,8 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.reference import CHUNK, chunks
 
+#: Prefix of the names of all recorded values.
+PREFIX = "Train/Muon/"
 #: Measures of each parameter. A value is recorded under the name ``measure/label``.
 CHANGE, CAUTIOUS = "update_to_weight", "cautious_decay"
 #: Measures of the one matrix that is sampled in a step.

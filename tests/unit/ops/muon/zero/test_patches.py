@@ -21,7 +21,7 @@ import deepspeed
 import deepspeed.muon
 from deepspeed.muon import MuonWithAuxAdam, SeamError
 from deepspeed.muon.version import TESTED_DEEPSPEED as TESTED
-from deepspeed.muon.zero import hooks
+from deepspeed.muon.zero import patches
 from helpers.distributed import RankError, run
 from helpers.engine_state import differing
 from helpers.logs import logged
@@ -190,9 +190,9 @@ def build_adamw() -> str:
 
 def install_again() -> tuple[str, list[str], str, str]:
     """DeepSpeed's version, the warnings and errors of an installation, and the results of Muon and of AdamW."""
-    hooks.uninstall()
+    patches.uninstall()
     with logged(logging.WARNING) as said:
-        hooks.activate()
+        patches.activate()
     return deepspeed.__version__, said, build_muon(), build_adamw()
 
 
@@ -237,24 +237,24 @@ def without_seam(module: str, path: str) -> dict[str, str]:
     """What the ways in do while a seam is missing."""
     *parts, name = path.split(".")
     owner = functools.reduce(getattr, parts, importlib.import_module(module))
-    hooks.uninstall()
+    patches.uninstall()
     seam, results = getattr(owner, name), {}
     delattr(owner, name)
     try:
-        for what, call in (("install", hooks.install), ("activate", hooks.activate), ("again", hooks.install)):
+        for what, call in (("install", patches.install), ("activate", patches.activate), ("again", patches.install)):
             results[what] = outcome(call)
         results["muon"] = build_muon()
         setattr(owner, name, seam)  # stock itself needs it
         results["adamw"] = build_adamw()
     finally:
         setattr(owner, name, seam)
-        hooks.uninstall()
-        hooks.install()
+        patches.uninstall()
+        patches.install()
     return results
 
 
 #: One is replaced at activation, one for an engine with Muon, one during a load.
-REPLACED = (next(iter(hooks.REPLACEMENTS)), *hooks.universal.SEAMS, hooks.save_load.SEAMS[-1])
+REPLACED = (next(iter(patches.REPLACEMENTS)), *patches.universal.SEAMS, patches.save_load.SEAMS[-1])
 
 
 @pytest.mark.parametrize(("module", "path"), REPLACED)
@@ -270,7 +270,7 @@ def test_a_missing_seam_fails_runs_with_muon_only(module: str, path: str) -> Non
 def test_a_missing_module_is_a_missing_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.utils", None)
     with pytest.raises(SeamError, match="ZERO_SUPPORTED_OPTIMIZERS"):
-        hooks.install()
+        patches.install()
 
 
 # ---- the user's tags, and stock's Muon ------------------------------------------------------------------------------
