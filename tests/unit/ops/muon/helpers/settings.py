@@ -151,6 +151,19 @@ STATEFUL: list[Case] = [
 ]
 """Where optimizer state lies in different ways."""
 
+IDLE: list[Case] = [
+    {"stage": 2, "zero": {"parameter_alignment": True}},
+    {"stage": 1, "prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    {"stage": 3, "communication_data_type": "fp32", "zero": {"use_all_reduce_for_fetch_params": True}},
+    {"stage": 2, "zero": {"allgather_partitions": False, "use_multi_rank_bucket_allreduce": False}},
+    {"stage": 2, "zero_force_ds_cpu_optimizer": True, "offload": True},
+    {"stage": 2, "managed_gradient_accumulation": False},
+    {"stage": 2, "zero": {"offload_optimizer": {"device": "none", "ratio": 1.0}}},
+    {"stage": 2, "hybrid_engine": {"enabled": False}, "compile": {"deepcompile": False}},
+    *({"stage": stage, "zero": {"reduce_scatter": False, "contiguous_gradients": False}} for stage in (1, 2, 3)),
+]
+"""What is not refused, although it has no effect or changes only how DeepSpeed communicates."""
+
 CLIPPED = {"frozen": "the oracle's QK-clip acts on frozen projections too"}
 SCALED = {"bad step": "the dynamic loss scale remembers a bad step; test_gradient_scale.py has that"}
 NO_FILES = dict.fromkeys(("resume", "frozen", "universal"), "DeepSpeed cannot load its own checkpoint, with AdamW too")
@@ -461,6 +474,15 @@ SETTINGS: dict[str, Setting] = {
     "NVMe": Setting(
         ways.Nvme(),
         [{"pipelined": True}, {}, {"params": "nvme", "pipelined": True}, {"dtype": "bf16"}],
+    ),
+    "an optimizer of the script": Setting(
+        ways.ByScript(), [*OFFLOADED, *grid((1, 2, 3)), {"stage": 0, "dtype": "bf16"}], quick=2
+    ),
+    "settings that are not refused": Setting(
+        Way(),
+        IDLE,
+        without=dict.fromkeys(("resume", "frozen", "universal"), "the settings are about the way of gradients only"),
+        quick=2,
     ),
 }
 

@@ -127,6 +127,17 @@ class Way:
         return getattr(param, "allreduce", True) and not is_cut
 
 
+class ByScript(Way):
+    """An optimizer that the script passes to `deepspeed.initialize`."""
+
+    def build(self, seed: int, **config: Any) -> Any:
+        from deepspeed.muon import MuonWithAuxAdam
+
+        net, settings = halve(MODELS["mlp"](), seed), ds_config(**config)
+        optimizer = MuonWithAuxAdam(net.parameters(), model=net, **settings.pop("optimizer")["params"])
+        return make_engine(net, settings, optimizer=optimizer)
+
+
 class Split(Way):
     """Parameters that a config splits."""
 

@@ -2,6 +2,7 @@
 """Wrong configurations, and the message of each: the cases of docs/reference/wrong-configurations.md."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,130 +11,116 @@ from torch import nn
 
 from helpers.foreign_models import Adapted
 from helpers.models import Mlp
+from helpers.refusals import CPU, NVME
 from helpers.training import ds_config
 
-#: Wrong values and keys of optimizer.params.
+#: Misspelt keys of optimizer.params, and keys of other projects.
+KEYS = """
+    mometum beta weigth_decay muon-lr LR learning_rate learning_rate_muon ns_step newton_schulz_steps nestrov adjust_lr
+    muon_momentum mu rms_rate adam_betas momentum_beta muon_lr_scale aux_adam_lr bucket_size normoun muon_split_qkv
+    schedule_free use_muon
+"""
+#: Key of optimizer.params -> wrong values.
+VALUES: dict[str, list[Any]] = {
+    "amsgrad": [True, 0],
+    "maximize": [True],
+    "decoupled_weight_decay": [False],
+    "bias_correction": ["false"],
+    "foreach": ["yes"],
+    "lr": ["fast", "auto", [0.1], True, -1e-3, math.nan, math.inf, "nan", "inf", "1e999", "1e-3 ", "\u0661", ""],
+    "muon_lr": ["auto"],
+    "momentum": [1.0, -0.1],
+    "momentum_dtype": ["fp16"],
+    "nesterov": ["maybe", "yes", "False", 1],
+    "weight_decay": [-0.1],
+    "adam_weight_decay": ["none"],
+    "betas": [0.9, [0.9, 1.0], [0.9, 0.95, 0.99], ["0.9", "0,95"]],
+    "eps": [-1e-8, "1.0e_8"],
+    "ns_steps": [0, 51, 2.5, math.inf, "five", "1_0", True],
+    "ns_method": ["grams", "Standard"],
+    "ns_tuning": ["measure"],
+    "ns_dtype": ["fp8", "bfloat"],
+    "ns_normalization": ["AOL"],
+    "ns_coefficients": ["simpel", 3, [], [[1, 2]], [[1, 2, "x"]], [[math.nan, 1, 1]]],
+    "wire_dtype": ["fp16", "Half"],
+    "kernels": ["tourch"],
+    "bucket_bytes": ["128MB", 0, True],
+    "adjust_lr_fn": ["match_rms_adam", "spectral"],
+    "rms_scale": [0],
+    "normuon_beta2": [0.9],
+    "momentum_warmup_steps": [300],
+    "muon_weight_decay_steps": [0],
+    "preset": ["kimi"],
+    "qk_clip": [True, {"thau": 50}, {"tau": 0}, {"tau": "1_00"}, {"alpha": 1.5}, {"logits": "sample"}],
+    "muon_eq": ["row"],
+    "per_head_muon": [True, 4],
+    "muon_split": [
+        ["qkv"],
+        *({"qkv": sizes} for sizes in ("rows", 3, [], [3, -1], [True], {"size": [3]}, [64, 64, 64])),
+        *({"qkv": {"sizes": [1]} | more} for more in ({"axis": 2}, {"groups": 0}, {"groups": 2, "axis": 1})),
+        {"(": [1]},
+        {"layers.0": [3, 4]},
+    ],
+    "muon_fused": ["spilt"],
+    "muon_conv": ["flat"],
+    "muon_lora": ["A"],
+    "tp_mode": ["sharded"],
+    "fp32_optimizer_states": [False, 1],
+    "adam_w_mode": [2],
+    "import_momentum": ["exp_avg"],
+    "monitor_interval": [-1],
+    "muon_include": ["(up", "router"],
+    "muon_exclude": [["layers", "atention"]],
+}
+WRONG = {"momentumm": 0.9, "ns_steps": 0}
+#: Wrong keys and values of optimizer.params.
 PARAMS: list[dict[str, Any]] = [
-    {"mometum": 0.9},
-    {"beta": [0.9, 0.95]},
-    {"weigth_decay": 0.1},
-    {"muon-lr": 0.1},
-    {"LR": 0.1},
-    {"learning_rate": 0.1},
+    *({key: 0.1} for key in KEYS.split()),
+    *({key: value} for key, values in VALUES.items() for value in values),
     {"muon_learning_rate": 0.1, "adam_learning_rate": 0.1},
-    {"ns_step": 5},
-    {"nestrov": True},
-    {"adjust_lr": "original"},
-    {"muon_momentum": 0.95},
-    {"mu": 0.95},
-    {"rms_rate": 0.2},
-    {"adam_betas": [0.9, 0.95]},
-    {"momentum_beta": 0.95},
-    {"muon_lr_scale": 10},
-    {"aux_adam_lr": 3e-4},
-    {"amsgrad": True},
-    {"maximize": True},
-    {"use_muon": True},
-    {"bias_correction": "false"},
-    {"foreach": "yes"},
-    {"schedule_free": True},
-    {"lr": "fast"},
-    {"lr": "auto"},
-    {"muon_lr": "auto"},
-    {"lr": [0.1]},
-    {"lr": True},
-    {"lr": -1e-3},
-    {"lr": float("nan")},
-    {"momentum": 1.0},
-    {"momentum": -0.1},
-    {"momentum_dtype": "fp16"},
-    {"nesterov": "maybe"},
-    {"nesterov": "False"},
-    {"nesterov": 1},
-    {"weight_decay": -0.1},
-    {"adam_weight_decay": "none"},
-    {"betas": 0.9},
-    {"betas": [0.9, 1.0]},
-    {"betas": [0.9, 0.95, 0.99]},
-    {"betas": ["0.9", "0,95"]},
-    {"eps": -1e-8},
-    {"eps": "1.0e_8"},
-    {"lr": "1e-3 "},
-    {"lr": "inf"},
-    {"ns_steps": 0},
-    {"ns_steps": 2.5},
-    {"ns_steps": 500},
-    {"ns_method": "grams"},
-    {"ns_tuning": "measure"},
-    {"ns_steps": "1_0"},
-    {"ns_dtype": "fp8"},
-    {"ns_dtype": "bfloat"},
-    {"wire_dtype": "fp16"},
-    {"wire_dtype": "float16"},
-    {"kernels": "tourch"},
-    {"bucket_bytes": "128MB"},
-    {"bucket_bytes": 0},
-    {"bucket_bytes": True},
-    {"bucket_size": 2**27},
-    {"ns_coefficients": "simpel"},
-    {"ns_coefficients": [[1, 2]]},
+    dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    WRONG | {"lr": -1, "per_head_muon": 2, "betas": [2, 3], "max_grad_norm": 1.0},
     {"ns_coefficients": "you", "ns_steps": 4},
-    {"adjust_lr_fn": "match_rms_adam"},
-    {"adjust_lr_fn": "spectral"},
-    {"rms_scale": 0},
     {"rms_scale": 0.3, "adjust_lr_fn": "original"},
-    {"normuon_beta2": 0.9},
-    {"momentum_warmup_steps": 300},
-    {"muon_weight_decay_steps": 0},
-    {"preset": "kimi"},
     {"preset": "moonlight", "momentun": 0.9},
     {"preset": "nanochat", "rms_scale": 0.2},
-    {"ns_normalization": "AOL"},
     {"ns_normalization": "aol", "ns_dtype": "fp16"},
-    {"qk_clip": True},
-    {"qk_clip": {"thau": 50}},
-    {"qk_clip": {"tau": 0}},
-    {"qk_clip": {"alpha": 1.5}},
-    {"qk_clip": {"logits": "sample"}},
     {"normuon": True, "muon_plus": "rows"},
     {"normuon": True, "owners_per_matrix": 2},
-    {"normoun": True},
-    {"muon_eq": "row"},
-    {"per_head_muon": True},
-    {"per_head_muon": 4},
-    {"muon_split": {"layers.0": [3, 4]}},
-    {"muon_split": {"qkv": [64, 64, 64]}},
-    {"muon_split": {"layers.0": {"size": [3, 4]}}},
-    {"muon_split": ["qkv"]},
-    {"muon_fused": "spilt"},
-    {"muon_split_qkv": True},
-    {"muon_conv": "flat"},
-    {"muon_lora": "A"},
-    {"tp_mode": "sharded"},
-    {"fp32_optimizer_states": False},
-    {"adam_w_mode": 2},
-    {"import_momentum": "exp_avg"},
-    {"monitor_interval": -1},
-    {"muon_include": "(up"},
-    {"muon_include": "router"},
-    {"muon_exclude": ["layers", "atention"]},
 ]
-CPU = {"device": "cpu"}
+
+
+def zero(stage: int, **settings: Any) -> dict[str, Any]:
+    """Return a section of a ds_config."""
+    return {"zero_optimization": {"stage": stage, **settings}}
+
+
+FP16_MASTERS = {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
+BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+BF16_STATES = {"bf16": BF16_MASTERS["bf16"] | {"bf16_optimizer_states": True}}
+FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 #: Sections of ds_config that Muon does not support.
 SECTIONS: list[dict[str, Any]] = [
-    {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-    {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
-    {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.5}}},
-    {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"super_offload": True}}},
-    {"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
-    {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-    {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-    {"zero_optimization": {"stage": 2, "zenflow": {}}},
-    {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    zero(2, offload_optimizer=NVME),
+    zero(3, offload_optimizer={"device": "nvme"}),
+    zero(3, offload_optimizer=CPU | {"ratio": 0.5}),
+    zero(3, offload_optimizer=CPU | {"ratio": 0.0}),
+    zero(3, offload_optimizer=CPU | {"super_offload": True}),
+    zero(2, offload_param=NVME),
+    zero(3, offload_param={"device": "nvme"}),
+    zero(3, zero_quantized_weights=True),
+    zero(3, zero_quantized_gradients=True),
+    zero(2, zenflow={}),
+    FP16_MASTERS,
+    BF16_MASTERS,
+    BF16_STATES | zero(2, offload_optimizer=CPU),
+    BF16_STATES | zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}},
+    {"bf16": {"enabled": True}} | zero(0) | FP16_AUTOCAST,
+    FP16_MASTERS | zero(2, zenflow={}, offload_optimizer=NVME),
     {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2, 0.3]}}},
     {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_max_mom": 1.0}}},
     {"gradient_clipping": 0.0, "optimizer": {"type": "Muon", "params": {"max_grad_norm": 1.0}}},
+    {"optimizer": {"type": "MuonWithAuxAdam", "params": WRONG}},
 ]
 #: Parameter groups.
 GROUPS: list[dict[str, Any]] = [
@@ -176,6 +163,7 @@ def _attempt(reached: list[str], model: Callable[[], nn.Module], config: dict[st
 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
+            (DeepSpeedEngine, "__init__"),
             (DeepSpeedEngine, "_configure_zero_optimizer"),
             (DeepSpeedEngine, "_configure_bf16_optimizer"),
             (DeepSpeedEngine, "_configure_fp16_optimizer"),
