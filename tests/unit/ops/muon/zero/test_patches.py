@@ -15,20 +15,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 from packaging.requirements import Requirement
-from torch import Tensor
 
 import deepspeed
 import deepspeed.muon
-from deepspeed.muon import MuonWithAuxAdam, SeamError
+from deepspeed.muon import SeamError
 from deepspeed.muon.version import TESTED_DEEPSPEED as TESTED
 from deepspeed.muon.zero import patches
 from helpers.distributed import RankError, run
-from helpers.engine_state import differing
 from helpers.logs import logged
 from helpers.models import Mlp, TinyGpt, train_engine
 from helpers.paths import ROOT, TESTS
 from helpers.racing import races
-from helpers.training import BF16_OPTIMIZER, ds_config, fp32_weights, make_engine, train
+from helpers.training import ds_config, make_engine
 
 REQUIREMENTS = ROOT / "requirements" / "requirements.txt"
 
@@ -137,6 +135,7 @@ def test_a_process(first: str, then: str, switch: str, said: list[str], tmp_path
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert all(done.stderr.count(words) == said.count(words) for words in said)
+    assert "was tested on DeepSpeed" not in done.stderr, "this version is a tested one"
 
 
 # ---- versions and seams -------------------------------------------------------------------------------------------
@@ -220,11 +219,6 @@ def test_a_later_version_trains_with_one_warning_or_fails_runs_with_muon_by_what
     assert muon.startswith(result) and adamw.startswith("torch.optim")
 
 
-def test_a_tested_version_gets_no_warning() -> None:
-    version, said, *_ = run(install_again, 1)[0]
-    assert version == deepspeed.__version__ and said == []
-
-
 def test_pip_leaves_later_versions_of_deepspeed_alone() -> None:
     """Which of them work, the seams decide."""
     (needed,) = [line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("deepspeed")]
@@ -273,12 +267,10 @@ def test_a_missing_module_is_a_missing_seam(monkeypatch: pytest.MonkeyPatch) -> 
         patches.install()
 
 
-# ---- the user's tags, and stock's Muon ------------------------------------------------------------------------------
+# ---- names, the user's tags, and stock's Muon -----------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("name", ["Muon", "muon", "MUON", "MuonWithAuxAdam"])
+@pytest.mark.parametrize(("name", "stage"), [("muon", 0), ("MUON", 2), ("MuonWithAuxAdam", 2)])
 def test_names_of_the_optimizer(name: str, stage: int) -> None:
     assert run(build, 1, stage=stage, optimizer={"type": name}) == ["deepspeed.muon.optimizer"]
 
@@ -311,70 +303,6 @@ def test_the_users_tags_win_in_every_engine_and_all_parameters_carry_one() -> No
     assert [routes for routes, *_ in found[1:]] == [first | {"blocks.1.up.weight": first["blocks.0.up.weight"]}] * 2
     for routes, muon, tagged in found:
         assert muon == tagged == {name for name, (use_muon, _) in routes.items() if use_muon}
-
-
-def train_without_stock_muon(tagged: bool, **config: Any) -> dict[str, Tensor]:
-    """The weights after two steps, with stock's Muon raising wherever it is named.
-
-    `tagged`: the user tags parameters before and between the steps too.
-    """
-    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    refuse, net = Mock(side_effect=AssertionError("stock's muon_update was called")), Mlp()
-
-    def tag() -> None:
-        for p in net.parameters() if tagged else ():
-            p.use_muon = getattr(p, "ds_shape", p.shape)[1:] != ()
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in [m for m in list(sys.modules.values()) if "muon_update" in getattr(m, "__dict__", {})]:
-            patch.setattr(module, "muon_update", refuse)
-        tag()
-        engine = make_engine(net, ds_config(**config))
-        assert all(p.use_muon is (getattr(p, "ds_shape", p.shape)[1:] != ()) for p in net.parameters())
-        train_engine(engine, 1)
-        tag()
-        train_engine(engine, 1, first_step=1)
-        assert refuse.call_count == 0
-        return fp32_weights(engine)
-
-
-OFFLOADS = [(0, False), *((stage, offload) for stage in (1, 2, 3) for offload in (False, True))]
-WRAPPERS: list[dict[str, Any]] = [
-    *(
-        {"stage": stage, "dtype": dtype, "offload": offload}
-        for stage, offload in OFFLOADS
-        for dtype in ("fp32", "bf16")
-    ),
-    *(BF16_OPTIMIZER | {"offload": offload} for offload in (False, True)),
-]
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("tagged", [False, True])
-@pytest.mark.parametrize("config", WRAPPERS, ids=str)
-def test_stocks_muon_never_runs(config: dict[str, Any], tagged: bool) -> None:
-    """The weights are those of a run in which nobody could run it."""
-    expected = run(train, 2, model="mlp", steps=2, **config)[0]
-    for weights in run(train_without_stock_muon, 2, tagged=tagged, **config):
-        assert differing(weights, expected) == []
-
-
-def train_as_client(steps: int, **config: Any) -> dict[str, Tensor]:
-    """As `train`, with an optimizer that the script passes to `deepspeed.initialize`."""
-    net, settings = Mlp(), ds_config(**config)
-    optimizer = MuonWithAuxAdam(net.parameters(), model=net, **settings.pop("optimizer")["params"])
-    engine = make_engine(net, settings, optimizer=optimizer)
-    train_engine(engine, steps)
-    return fp32_weights(engine)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("stage", "offload"), OFFLOADS)
-def test_a_client_optimizer_trains_as_the_config_does(stage: int, offload: bool) -> None:
-    config = {"stage": stage, "offload": offload, "dtype": "bf16" if stage == 0 else "fp32"}
-    expected = run(train, 2, model="mlp", steps=3, **config)
-    for weights, wanted in zip(run(train_as_client, 2, steps=3, **config), expected, strict=True):
-        assert differing(weights, wanted) == []
 
 
 def initialized(stage: int) -> tuple[list[float], list[str], float]:
@@ -449,7 +377,7 @@ INSTEAD = (
 @pytest.mark.parametrize("is_called", [False, True], ids=["built", "called"])
 @pytest.mark.parametrize(
     ("name", "stage", "result"),
-    [*((name, stage, INSTEAD) for name in ("Muon", "MuonWithAuxAdam") for stage in (0, 2)), ("AdamW", 0, "AdamW")],
+    [("Muon", 2, INSTEAD), ("MuonWithAuxAdam", 0, INSTEAD), ("AdamW", 0, "AdamW")],
 )
 def test_another_optimizer_of_the_script_is_refused_beside_muon(
     name: str, is_called: bool, stage: int, result: str
