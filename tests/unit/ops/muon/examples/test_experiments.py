@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experiments of the example: statistics and protocol on made-up losses, and short real runs."""
+"""The example of pre-training and its experiments: data, protocol on made-up losses, and short real runs."""
 
 import csv
 import json
 import math
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deepspeed.muon.config.schema import parse
@@ -16,23 +18,50 @@ from helpers.paths import DOCS, ROOT
 EXAMPLE = ROOT / "examples/pretrain_gpt"
 sys.path.insert(0, str(EXAMPLE))
 
+import data  # noqa: E402
 import experiments  # noqa: E402
 import judge  # noqa: E402
+import launch  # noqa: E402
 import runs as runs_module  # noqa: E402
 from losslog import LossLog, Row, evaluations  # noqa: E402
-from runs import Run, Runs, search, tune  # noqa: E402
+from runs import Run, Runs, tune  # noqa: E402
 from variants import VARIANTS, WATCH  # noqa: E402
 
+# ---- training ---------------------------------------------------------------------------------------------------
 
-def test_the_interval_is_that_of_students_t_on_pairs() -> None:
-    """Five differences of mean -0.03 and standard deviation 0.01: half a width of 2.776 x 0.01 / sqrt(5)."""
-    baseline = [1.0, 2.0, 3.0, 4.0, 5.0]
-    spread = [-1.0, 1.0, 0.0, -1.0, 1.0]
-    losses = [base - 0.03 + 0.01 * away for base, away in zip(baseline, spread, strict=True)]
-    difference = judge.paired(losses, baseline)
-    assert difference.mean == pytest.approx(-0.03)
-    assert difference.high - difference.mean == pytest.approx(2.776 * 0.01 / 5**0.5, rel=1e-3)
-    assert difference.mean - difference.low == pytest.approx(difference.high - difference.mean)
+
+def test_batches_depend_on_seed_and_step_only() -> None:
+    corpus = data.Corpus(np.arange(5000) % 251, np.arange(500) % 251)
+    first, again = (data.train_offsets(corpus, 0, 3, 16, 8) for _ in range(2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, data.train_offsets(corpus, 0, 4, 16, 8))
+    inputs, targets = data.windows(corpus.train.astype(np.uint8), first, 8)
+    assert inputs.shape == targets.shape == (16, 8) and (inputs[:, 1:] == targets[:, :-1]).all()
+
+
+def losses(log: Path) -> list[tuple[str, str]]:
+    with log.open() as file:
+        return [(row["step"], row["train"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(280)
+def test_a_run_resumes_where_it_stopped(tmp_path: Path) -> None:
+    """With everything fixed that two runs may choose differently."""
+    config = json.loads(launch.CONFIGS["Muon"].read_text())
+    config["optimizer"]["params"] |= {"ns_dtype": "fp32", "ns_method": "gram", "kernels": "torch"}
+    path, straight, resumed = (tmp_path / name for name in ("ds_config.json", "straight", "resumed"))
+    path.write_text(json.dumps(config))
+    options = ["--stage", "3", "--steps", "4", "--data", str(ROOT / "deepspeed"), "--save-every", "2"]
+    launch.launch(path, straight, options)
+    launch.launch(path, resumed, [*options, "--stop-at", "2"])
+    launch.launch(path, resumed, [*options, "--resume"])
+    assert len(losses(straight / "loss.csv")) == 4
+    assert losses(resumed / "loss.csv") == losses(straight / "loss.csv")
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode != 0, "ranks were left behind"
+
+
+# ---- experiments ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -46,22 +75,12 @@ def test_the_interval_is_that_of_students_t_on_pairs() -> None:
     ],
 )
 def test_the_verdict_is_the_side_of_zero_on_which_the_interval_lies(differences: list[float], verdict: str) -> None:
+    """Student's t on pairs: of three, 4.303 standard deviations / sqrt(3)."""
     baseline = [1.7 + 0.1 * seed for seed in range(len(differences))]
-    losses = [base + away for base, away in zip(baseline, differences, strict=True)]
-    assert judge.paired(losses, baseline).verdict == verdict
-
-
-def test_seeds_that_do_not_match_are_no_pairs() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        judge.paired([1.0, 2.0], [1.0])
-
-
-def test_steps_to_a_loss_lie_between_the_evaluations_around_it() -> None:
-    rows = [Row(step, 0.0, 0.0, 0.0, loss) for step, loss in ((20, 3.0), (40, 2.0), (60, 2.5), (80, 1.0))]
-    assert judge.steps_to(rows, 2.25) == pytest.approx(35)
-    assert judge.steps_to(rows, 3.5) == 20
-    assert judge.steps_to(rows, 1.5) == pytest.approx(60 + 20 * 1.0 / 1.5)
-    assert math.isnan(judge.steps_to(rows, 0.5))
+    found = judge.paired([base + away for base, away in zip(baseline, differences, strict=True)], baseline)
+    assert found.verdict == verdict
+    if verdict == "better":
+        assert found.high - found.mean == pytest.approx(4.303 * 0.005 / 3**0.5, rel=1e-3)
 
 
 class MadeUp:
@@ -91,10 +110,23 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     return training
 
 
-def test_the_grid_is_widened_until_the_best_rate_is_inside(made_up: MadeUp, tmp_path: Path) -> None:
-    best, inside = search(Runs(tmp_path, 3), Run("Muon", 0.008), "lr")
-    assert (best.lr, inside) == (0.064, True)
-    assert sorted(run.lr for run in made_up.trained) == [0.008, 0.016, 0.032, 0.064, 0.128]
+@pytest.mark.parametrize(
+    ("best", "start", "found", "at_the_edge"),
+    [
+        ({"lr": 0.064}, Run("Muon", 0.008), {"lr": 0.064}, ()),
+        ({"lr": 0.048}, Run("Muon", 0.032), {"lr": 0.0453}, ()),
+        ({"lr": 1e6}, Run("Muon", 0.008), {}, ("lr",)),
+        ({"lr": 0.032, "weight_decay": 0.4}, Run("Muon", 0.016, 0.1), {"lr": 0.032, "weight_decay": 0.4}, ()),
+    ],
+    ids=["the grid is widened", "a rate between the best two", "at the edge", "rate and decay in turns"],
+)
+def test_rates_are_tuned(
+    best: dict, start: Run, found: dict, at_the_edge: tuple, made_up: MadeUp, tmp_path: Path
+) -> None:
+    made_up.best = best
+    tuned = tune(Runs(tmp_path, 3), start, tuple(best))
+    assert {key: getattr(tuned.run, key) for key in found} == pytest.approx(found, rel=1e-2)
+    assert tuned.at_the_edge == at_the_edge and len(made_up.trained) <= 2 * (2 + runs_module.MAX_EXTENSIONS)
 
 
 def test_a_variant_whose_rate_is_not_tuned_takes_that_of_its_base(made_up: MadeUp, tmp_path: Path) -> None:
@@ -102,27 +134,6 @@ def test_a_variant_whose_rate_is_not_tuned_takes_that_of_its_base(made_up: MadeU
     tuned = experiments.best_of(Runs(tmp_path, 3), "Muon, decay", 128)
     assert (tuned.run.lr, tuned.run.weight_decay) == (0.064, 0.2)
     assert {run.lr for run in made_up.trained if run.variant == "Muon, decay"} == {0.064}
-
-
-@pytest.mark.parametrize(("peak", "best"), [(0.064, 0.064), (0.048, 0.0453), (0.09, 0.0905)])
-def test_a_rate_between_the_best_two_is_tried_at_last(
-    made_up: MadeUp, tmp_path: Path, peak: float, best: float
-) -> None:
-    made_up.best = {"lr": peak}
-    assert tune(Runs(tmp_path, 3), Run("Muon", 0.032)).run.lr == pytest.approx(best)
-
-
-def test_a_best_rate_at_the_edge_is_said_to_be(made_up: MadeUp, tmp_path: Path) -> None:
-    made_up.best = {"lr": 1e6}
-    tuned = tune(Runs(tmp_path, 3), Run("Muon", 0.008))
-    assert tuned.at_the_edge == ("lr",)
-    assert len(made_up.trained) == 2 + runs_module.MAX_EXTENSIONS
-
-
-def test_rate_and_decay_are_tuned_in_turns(made_up: MadeUp, tmp_path: Path) -> None:
-    made_up.best = {"lr": 0.032, "weight_decay": 0.4}
-    tuned = tune(Runs(tmp_path, 3), Run("Muon", 0.016, 0.1), ("lr", "weight_decay"))
-    assert (tuned.run.lr, tuned.run.weight_decay, tuned.at_the_edge) == (0.032, 0.4, ())
 
 
 def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
