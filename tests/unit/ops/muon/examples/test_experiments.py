@@ -139,9 +139,9 @@ def test_a_variant_whose_rate_is_not_tuned_takes_that_of_its_base(made_up: MadeU
 def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
     made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With jobs in parallel, tables, chart and CSV."""
-    words = ["--steps", "3", "--seeds", "3", "--finalists", "1", "--studies", "--variants", "NorMuon", "cubic5"]
-    monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(tmp_path), *words])
+    """With jobs in parallel, tables, charts and CSV; studies of widths and of clipping, and a variant of `--also`."""
+    words = "--steps 3 --seeds 3 --finalists 1 --variants NorMuon cubic5 AOL --also AOL --widths 64 128"
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(tmp_path), *words.split()])
     experiments.main()
     first = list(made_up.trained)
     assert {run.seed for run in first if run.variant == "NorMuon"} == {0, 1, 2, 3}
@@ -154,7 +154,10 @@ def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
         lines = list(csv.DictReader(file))
     assert len(lines) == len(first) == len(set(first))
     assert {line["cpu_seconds"] for line in lines} == {"1.5"}
-    assert (tmp_path / "experiments.png").stat().st_size > 5000
+    assert "| AOL | 0.064 | 0 | 3 |" in text
+    assert "| 64 | 0.064* | 0.064 | 2.0000 | 1.6000 | -0.4000 | 33% |" in text
+    assert "| 0.256 (4 x) | not clipped | 700.0 |" in text and "| 0.256 (4 x) | 30 | 0.5 |" in text
+    assert min((tmp_path / f"{name}.png").stat().st_size for name in ("experiments", "width", "qk_clip")) > 5000
     experiments.main()
     assert made_up.trained == first
 
@@ -167,21 +170,6 @@ def test_the_page_shows_the_results() -> None:
     for chart in ("experiments.png", "qk_clip.png"):
         assert (results / chart).read_bytes() == (DOCS / "assets" / chart).read_bytes()
         assert f"(../assets/{chart})" in "\n".join(page)
-
-
-def test_widths_and_clip_have_tables_and_charts(
-    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a variant of `--also` runs all seeds though it is not among the best."""
-    words = ["--steps", "3", "--seeds", "2", "--finalists", "1", "--variants", "NorMuon", "cubic5", "--also", "cubic5"]
-    monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(tmp_path), *words, "--widths", "64", "128"])
-    experiments.main()
-    text = (tmp_path / "experiments.md").read_text()
-    assert "| cubic5 | 0.064 | 0 | 2 |" in text
-    assert "| 64 | 0.064* | 0.064 | 2.0000 | 1.6000 | -0.4000 | 33% |" in text
-    assert "| 0.256 (4 x) | not clipped | 700.0 |" in text
-    assert "| 0.256 (4 x) | 30 | 0.5 |" in text
-    assert min((tmp_path / name).stat().st_size for name in ("width.png", "qk_clip.png")) > 5000
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
