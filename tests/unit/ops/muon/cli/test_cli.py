@@ -93,12 +93,6 @@ def test_folding_keeps_unlike_parameters_apart(plan: Command) -> None:
     assert [row["name"] for row in rows] == ["{0..1,3..4}.weight", "2.weight", "4.bias"]
 
 
-def test_all_lists_every_parameter(plan: Command) -> None:
-    rows = plan("--json", "--all").facts["parameters"]
-    assert [row["count"] for row in rows] == [1] * 27
-    assert [len(row["owners"]) for row in rows if row["rule"] == "Muon"] == [1] * 12
-
-
 KEYS = {
     "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
     "per_rank measured checked ok planning_seconds stock_tuning stock_clipping assumptions notes",
@@ -118,6 +112,9 @@ def test_json_is_one_object_with_stable_keys(plan: Command) -> None:
     assert facts["per_rank"]["imbalance"] == 1.0, "12 matrices of equal cost over 4 ranks"
     assert [row["cost"] for row in facts["parameters"] if row["rule"] == "Muon"] == [0.5, 0.5], "6 + 6 of one shape"
     assert facts["measured"] is None, "no milliseconds without --measured"
+    rows = plan("--json", "--all").facts["parameters"]
+    assert [row["count"] for row in rows] == [1] * 27
+    assert [len(row["owners"]) for row in rows if row["rule"] == "Muon"] == [1] * 12
 
 
 def test_check_proves_the_collectives_of_all_ranks(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,14 +141,10 @@ def test_measured_milliseconds(plan: Command, monkeypatch: pytest.MonkeyPatch) -
     facts = plan("--json", "--measured", "--device", "cpu", **config).facts
     found = facts["measured"]
     assert " ".join(found) == "device kernels seconds machine shapes step_ms"
-    assert (found["kernels"], found["machine"]["network"], found["seconds"] < 30) == ("torch", None, True)
-    assert sum(shape["count"] for shape in found["shapes"]) == 12
-    assert {shape["dtype"] for shape in found["shapes"]} == {"fp32"}
+    assert (found["kernels"], found["machine"]["network"]) == ("torch", None)
+    assert (sum(shape["count"] for shape in found["shapes"]), found["shapes"][0]["dtype"]) == (12, "fp32")
     gflop = facts["per_rank"]["newton_schulz_gflop"]["max"]
-    assert set(found["step_ms"]) == {"elementwise", "newton_schulz"}
     assert found["step_ms"]["newton_schulz"] == pytest.approx(gflop / found["machine"]["tflops"])
-    text = plan("--measured", "--device", "cpu", **config).out
-    assert "step at measured rates" in text and "without the exchange" in text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plan("--measured").must_refuse("plan", "torch sees no GPU here; --device cpu measures")
 
@@ -185,16 +178,14 @@ def test_auto_of_hugging_face_counts_as_filled_in_later(plan: Command) -> None:
 
 def test_presets_and_rules_are_named(plan: Command) -> None:
     """With NorMuon's state, 4 bytes per output, at the owners: 12 matrices on 4 ranks."""
-    plain = plan("--json").facts
-    assert plain["beyond_muon"] == [] and "beyond plain Muon" not in plan().out
-    optimizer = OPTIMIZER | {"params": {"preset": "nanochat"}}
-    facts, text = plan("--json", optimizer=optimizer).facts, plan(optimizer=optimizer).out
+    plain, optimizer = plan("--json").facts, OPTIMIZER | {"params": {"preset": "nanochat"}}
+    facts = plan("--json", optimizer=optimizer).facts
     rules = ["NorMuon (beta2 0.95)", "momentum from 0.85 over 300 steps", "cautious weight decay"]
-    assert facts["beyond_muon"] == rules and f"beyond plain Muon         {', '.join(rules)}\n" in text
+    assert plain["beyond_muon"] == [] and facts["beyond_muon"] == rules
+    assert f"beyond plain Muon         {', '.join(rules)}\n" in plan(optimizer=optimizer).out
     assert any(note.startswith("preset nanochat sets muon_lr 0.02, ") for note in facts["notes"])
-    states = [found["per_rank"]["state_bytes"] for found in (facts, plain)]
-    mean, most = (states[0][key] - states[1][key] for key in ("mean", "max"))
-    assert mean == 4 * 6 * (256 + 64) / 4 and most >= mean
+    mean, plain_mean = (found["per_rank"]["state_bytes"]["mean"] for found in (facts, plain))
+    assert mean - plain_mean == 4 * 6 * (256 + 64) / 4
 
 
 def test_quantities_have_a_prefix() -> None:
@@ -233,45 +224,48 @@ def test_hugging_face_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 # ---- refusals -------------------------------------------------------------------------------------------
 
-MUON, NVME = {"type": "Muon"}, {"device": "nvme", "nvme_path": "nvme"}
-EXPECTED_MUON = 'ds.json: optimizer.type: got {}, expected "Muon"; {}'
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "key": (
-        {"optimizer": MUON | {"params": {"momentm": 1}}},
-        "params.momentm: got 1; unknown key, did you mean momentum?",
+MUON, OBJECT = {"type": "Muon"}, 'expected an object, such as {"enabled": true}'
+#: A model or sections of the ds_config, and words of the message.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": "nope.py:model"}, "there is no file nope.py"),
+    ({"model": "nope.mod:model"}, "importing nope.mod raised ModuleNotFoundError"),
+    ({"model": "small.py"}, "a Python file needs a function: small.py:function, which returns the model"),
+    ({"model": "small.py:modl"}, "small.py has no function 'modl'; did you mean model?"),
+    ({"model": "small.py:broken"}, "the function raised RuntimeError: no luck\n"),
+    ({"model": "small.py:nothing"}, "returned NoneType, expected a torch.nn.Module"),
+    ({"model": "lama"}, "did you mean llama?"),
+    ({"model": "nope.json"}, "no such file or folder; expected a Hugging"),
+    ({"optimizer": {"type": "AdamW"}}, "optimizer.type: got 'AdamW', expected \"Muon\"; ds_muon init makes a config"),
+    ({"optimizer": {"type": "Moun"}}, "optimizer.type: got 'Moun', expected \"Muon\"; did you mean Muon?"),
+    ({"optimizer": MUON | {"params": {"momentm": 1}}}, "params.momentm: got 1; unknown key, did you mean momentum?"),
+    ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include: 'nope' matches none"),
+    ({"bf16": True}, f"bf16: got True; {OBJECT}"),
+    ({"scheduler": "WarmupLR"}, "scheduler: got 'WarmupLR'; expected an object"),
+    ({"zero_optimization": 2}, 'zero_optimization: got 2; expected an object, such as {"stage": 2}'),
+    ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5; expected 0, 1, 2 or 3"),
+    ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer: got True; expected an object"),
+    ({"zero_optimization": {"offload_param": {"device": "nvm"}}}, "expected none, cpu or nvme; did you mean 'nvme'?"),
+    ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow: it updates"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
+    # Keys as they are written, and of sections in sections.
+    ({"fp16": {"loss_scal": 0}}, "fp16.loss_scal: unknown key, did you mean loss_scale?"),
+    ({"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}}, "offload_optimizer.devic: unknown key, did you"),
+    # Keys in the wrong section.
+    ({"zero_optimization": {"aio": {}}}, "aio: unknown key, it belongs at the top level of the ds_config"),
+    ({"bf16": {"loss_scale": 0}}, "bf16.loss_scale: unknown key, it belongs in fp16"),
+    (
+        {"zero_optimization": {"nvme_path": ""}},
+        "it belongs in zero_optimization.offload_param or in",
     ),
-    "section": ({"optimizer": None, "optimiser": MUON}, "did you mean optimizer instead of optimiser?"),
-    "params": ({"optimizer": MUON | {"params": [1]}}, "optimizer.params: expected an object, got [1]"),
-    "offload": (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}},
-        "at stage 3 only and would keep the states",
-    ),
-    "stage": ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5"),
-    "both": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
-    "pattern": ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include: 'nope' matches none"),
-    "adamw": (
-        {"optimizer": {"type": "AdamW"}},
-        EXPECTED_MUON.format("'AdamW'", "ds_muon init makes a config for Muon from it"),
-    ),
-    "type": ({"optimizer": {"type": "Moun"}}, EXPECTED_MUON.format("'Moun'", "did you mean Muon?")),
-    "missing file": ({"model": "nope.py:model"}, "there is no file nope.py"),
-    "missing module": ({"model": "nope.mod:model"}, "importing nope.mod raised ModuleNotFoundError"),
-    "file": (
-        {"model": "small.py"},
-        "a Python file needs a function: small.py:function, which returns the model (the file is imported)",
-    ),
-    "function": ({"model": "small.py:modl"}, "small.py has no function 'modl'; did you mean model?"),
-    "raises": ({"model": "small.py:broken"}, "the function raised RuntimeError: no luck\n"),
-    "no module": ({"model": "small.py:nothing"}, "returned NoneType, expected a torch.nn.Module"),
-    "hugging face's type": ({"model": "lama"}, "did you mean llama?"),
-    "hugging face's file": ({"model": "nope.json"}, "no such file or folder; expected a Hugging"),
-}
+    ({"fp16": {"opt_level": "O2"}}, "fp16.opt_level: unknown key, DeepSpeed has no such key"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_mistakes_get_one_line(name: str, plan: Command) -> None:
-    config, words = REFUSED[name]
-    plan(**config).must_refuse("plan", words, lines=2 if name == "offload" else 1)
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=str)
+def test_mistakes_are_named_as_they_are_written(given: dict[str, Any], words: str, plan: Command) -> None:
+    found = plan(**given)
+    found.must_refuse("plan", words, lines=1 if given.keys() <= {"model", "optimizer"} else None)
+    assert "Input should be" not in found.err and "Config" not in found.err
 
 
 @pytest.mark.parametrize(
@@ -279,7 +273,6 @@ def test_mistakes_get_one_line(name: str, plan: Command) -> None:
     [
         (["--wrld-size", "4"], "unknown flag --wrld-size; did you mean --world-size?"),
         (["--world-size", "0"], "--world-size: got '0', expected a whole number of at least 1"),
-        (["--tflops", "400"], "unknown flag --tflops"),
         (["--stage", "4"], "--stage: invalid choice: 4 (choose from 0, 1, 2, 3)"),
         (["--config", "nope.json"], "ds_muon plan: --config nope.json: No such file or directory\n"),
     ],
@@ -289,49 +282,7 @@ def test_wrong_flags(flags: list[str], words: str, plan: Command) -> None:
     plan(*flags).must_refuse("plan", words)
 
 
-# ---- other sections of the config -----------------------------------------------------------------------
-
-OBJECT = 'expected an object, such as {"enabled": true}'
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"bf16": True}, f"bf16: got True; {OBJECT}"),
-    ({"fp16": "auto_cast"}, f"fp16: got 'auto_cast'; {OBJECT}"),
-    ({"aio": True}, f"aio: got True; {OBJECT}"),
-    ({"activation_checkpointing": True}, f"activation_checkpointing: got True; {OBJECT}"),
-    ({"zero_optimization": 2}, 'zero_optimization: got 2; expected an object, such as {"stage": 2}'),
-    ({"scheduler": "WarmupLR"}, "scheduler: got 'WarmupLR'; expected an object"),
-    ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer: got True; expected an object"),
-    ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5; expected 0, 1, 2 or 3"),
-    (
-        {"zero_optimization": {"offload_param": {"device": "nvm"}}},
-        "zero_optimization.offload_param.device: got 'nvm'; expected none, cpu or nvme; did you mean 'nvme'?",
-    ),
-    # Keys as they are written, and of sections in sections.
-    ({"fp16": {"loss_scal": 0}}, "fp16.loss_scal: unknown key, did you mean loss_scale?"),
-    ({"tensorboard": {"enable": True}}, "tensorboard.enable: unknown key, did you mean enabled?"),
-    (
-        {"zero_optimization": {"stage3_max_live_parameter": 1}},
-        "zero_optimization.stage3_max_live_parameter: unknown key, did you mean stage3_max_live_parameters?",
-    ),
-    (
-        {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}},
-        "zero_optimization.offload_optimizer.devic: unknown key, did you mean device?",
-    ),
-    # Keys in the wrong section.
-    ({"zero_optimization": {"aio": {}}}, "aio: unknown key, it belongs at the top level of the ds_config"),
-    ({"bf16": {"loss_scale": 0}}, "bf16.loss_scale: unknown key, it belongs in fp16"),
-    (
-        {"zero_optimization": {"nvme_path": "/tmp"}},
-        "it belongs in zero_optimization.offload_param or in zero_optimization.offload_optimizer",
-    ),
-    ({"fp16": {"opt_level": "O2"}}, "fp16.opt_level: unknown key, DeepSpeed has no such key"),
-]
-
-
-@pytest.mark.parametrize(("section", "text"), WRONG, ids=[str(section) for section, _ in WRONG])
-def test_errors_name_the_key_as_it_is_written(section: dict[str, Any], text: str, plan: Command) -> None:
-    found = plan(**section)
-    found.must_refuse("plan", text, lines=None)
-    assert "Input should be" not in found.err and "Config" not in found.err
+# ---- warnings about the config --------------------------------------------------------------------------
 
 
 def read(section: dict[str, Any], **params: Any) -> tuple[Settings, list[str]]:
@@ -343,15 +294,10 @@ def read(section: dict[str, Any], **params: Any) -> tuple[Settings, list[str]]:
 
 UNKNOWN = {
     "offload_optimizer": "it belongs in zero_optimization",
-    "stage3_prefetch_bucket_size": "it belongs in zero_optimization",
-    "loss_scale": "it belongs in fp16",
     "weight_decay": "it belongs in optimizer.params",
     "warmup_num_steps": "it belongs in scheduler.params",
-    "gradient_cliping": "did you mean gradient_clipping?",
     "zero_optimisation": "did you mean zero_optimization?",
     "_comment": "it has no effect",
-    "comment": "it has no effect",
-    "//": "it has no effect",
     "warmup": "it has no effect",
 }
 
@@ -372,16 +318,10 @@ def test_words_of_other_lengths_are_not_near(word: str, known: str) -> None:
     assert nearest(word, [known]) is None
 
 
-def test_a_second_key_for_clipping_is_dropped() -> None:
+def test_a_second_key_for_clipping_and_absurd_values_are_pointed_out() -> None:
     settings, said = read({"gradient_clipping": 0.5}, max_grad_norm=1.0)
-    assert settings.gradient_clipping == 0.5 and said == [
-        "deepspeed-muon: optimizer.params.max_grad_norm 1.0 is ignored, because gradient_clipping 0.5 already clips"
-    ]
-
-
-def test_absurd_values_are_pointed_out() -> None:
-    (warning,) = read({}, eps=1e8, weight_decay=0.1)[1]
-    assert "eps 1e+08" in warning and read({}, eps=1e-8)[1] == []
+    assert settings.gradient_clipping == 0.5 and ["max_grad_norm 1.0 is ignored" in text for text in said] == [True]
+    assert ["eps 1e+08" in text for text in read({}, eps=1e8, weight_decay=0.1)[1]] == [True]
 
 
 # ---- the process ----------------------------------------------------------------------------------------
