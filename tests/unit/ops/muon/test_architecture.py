@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the source tree: what each folder may know, docstrings, licences."""
+"""Rules of the source tree: what each folder may know."""
 
 import ast
 import functools
 import graphlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,6 @@ import pytest
 from helpers.paths import PACKAGE, ROOT
 
 PREFIX = "deepspeed.muon"
-SHIM = ROOT / "deepspeed_muon.py"
-SOURCES = [path for folder in ("deepspeed", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 #: Layer (a folder or a module beside the folders) -> the layers right below; what lies below those is below it too.
 #: The package itself, "", is on top of all and is imported by none of them.
 LAYERS: dict[str, set[str]] = {
@@ -50,18 +48,10 @@ LIBRARIES: dict[str, set[str]] = {
     **{name: set() for name in ("errors", "log", "seam", "version", "plan")},
     "kernels": {"torch", "triton", "quack", "packaging", "psutil"},
     "config": {"pydantic"},
-    "zero": {
-        "torch",
-        "numpy",
-        "packaging",
-        "pydantic",
-        "hjson",
-        "yaml",
-    },  # as DeepSpeed itself, and YAML where a user has it
+    "zero": {"torch", "numpy", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
     "monitor": {"torch", "tensorboard"},
     "cli": {"torch", "transformers", "matplotlib", "yaml"},
 }
-COLLECTIVES = ("torch.distributed", "deepspeed.comm")
 #: What of DeepSpeed's `comm` sends nothing between ranks.
 LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}
 #: The module and the function that launch collectives through it.
@@ -87,32 +77,28 @@ IN_FP64 = {
     "zero.checkpoint.safe_load": "NumPy's",
 }
 KINDS = ("torch.cuda", "torch.mps", "torch.npu", "torch.xpu", "torch.hpu", "torch.backends.cuda", "torch.backends.mps")
-RANKS = re.compile(r"(^|_)(rank|ranks|world_size|process_group)$")
-Tree = Mapping[str, ast.Module]
-"""The modules of the package by their names below it; "" is the package itself."""
 
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
-PACKAGE_TREE: Tree = {name_of(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+#: The modules of the package by their names below it; "" is the package itself.
+TREE = {name_of(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 # ---- what a module mentions -------------------------------------------------------------------------------------
 
 
-def imported_by(nodes: Iterator[ast.AST]) -> Iterator[str]:
-    """Dotted names of what import statements bring in; `from a import b` gives a.b."""
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
-
-
 @functools.cache
 def imported(module: ast.Module) -> list[str]:
-    return list(imported_by(ast.walk(module)))
+    """Dotted names of what import statements bring in; `from a import b` gives a.b."""
+    found = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def dotted(node: ast.AST) -> str:
@@ -168,10 +154,10 @@ def below(name: str, *prefixes: str) -> bool:
     return any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def inside(module: ast.Module, tree: Tree) -> set[str]:
+def inside(module: ast.Module) -> set[str]:
     """The modules of the package that one imports."""
     paths = [name.removeprefix(PREFIX).lstrip(".") for name in imported(module) if below(name, PREFIX)]
-    return {path if path in tree else path.rpartition(".")[0] for path in paths}
+    return {path if path in TREE else path.rpartition(".")[0] for path in paths}
 
 
 def layer(name: str) -> str:
@@ -183,152 +169,81 @@ def all_below(name: str) -> set[str]:
     return {name for direct in LAYERS[name] for name in (direct, *all_below(direct))}
 
 
-# ---- the rules: each gives what breaks it -----------------------------------------------------------------------
+# ---- the rules: each gives what breaks it in a module -----------------------------------------------------------
 
 
-def unknown_layers(tree: Tree) -> list[str]:
-    return [name for name in tree if layer(name) not in LAYERS]
+def upward_imports(name: str, module: ast.Module) -> list[str]:
+    """Imports of a layer that is not below, and relative ones; a layer that the list lacks is a KeyError."""
+    known = {layer(name), *all_below(layer(name))}
+    return [other for other in inside(module) if layer(other) not in known] + [
+        one for one in imported(module) if one.startswith(".")
+    ]
 
 
-def upward_imports(tree: Tree) -> list[str]:
-    """Imports of a layer that is not below."""
-    pairs = [(name, other) for name, module in tree.items() for other in inside(module, tree)]
-    return [f"{a} imports {b}" for a, b in pairs if layer(b) not in {layer(a), *all_below(layer(a))}]
-
-
-def relative_imports(tree: Tree) -> list[str]:
-    return [name for name, module in tree.items() if any(one.startswith(".") for one in imported(module))]
-
-
-def cycles(tree: Tree) -> list[str]:
-    try:
-        list(graphlib.TopologicalSorter({name: inside(module, tree) for name, module in tree.items()}).static_order())
-    except graphlib.CycleError as error:
-        return [" -> ".join(error.args[1])]
-    return []
-
-
-def imports_of_the_package(tree: Tree) -> list[str]:
-    return [name for name, module in tree.items() if "" in inside(module, tree)]
-
-
-def collectives_elsewhere(tree: Tree) -> list[str]:
+def collectives_elsewhere(name: str, module: ast.Module) -> list[str]:
     """Only `exchange` and `zero` communicate."""
-    others = {name: module for name, module in tree.items() if layer(name) not in ("exchange", "zero")}
-    return [name for name, module in others.items() if any(below(one, *COLLECTIVES) for one in mentions(module))]
+    others = () if layer(name) in ("exchange", "zero") else mentions(module)
+    return [one for one in others if below(one, "torch.distributed", "deepspeed.comm")]
 
 
-def collectives_of_deepspeed(tree: Tree) -> list[str]:
+def collectives_of_deepspeed(name: str, module: ast.Module) -> list[str]:
     """Only the exchange's launch calls DeepSpeed's collectives: its log may end the process in each of them."""
-    found = []
-    for name, module in tree.items():
-        functions = (
-            [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)] if name == LAUNCH[0] else []
-        )
-        launch = {inner for node in functions if node.name == LAUNCH[1] for inner in ast.walk(node)}
-        used = {text for node, text in full_names(module).items() if node not in launch}
-        names = [one for one in used if below(one, "deepspeed.comm") and one != "deepspeed.comm"]
-        found += [f"{name}: {one}" for one in names if one.split(".")[2] not in LOCAL]
-    return found
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    launch = [node for node in functions if (name, node.name) == LAUNCH]
+    allowed = {inner for node in launch for inner in ast.walk(node)}
+    used = {text for node, text in full_names(module).items() if node not in allowed}
+    return [one for one in used if one.startswith("deepspeed.comm.") and one.split(".")[2] not in LOCAL]
 
 
-def groups_elsewhere(tree: Tree) -> list[str]:
+def groups_elsewhere(name: str, module: ast.Module) -> list[str]:
     """Only `exchange.groups` makes process groups, which all ranks of the world must make in one order."""
-    others = {name: module for name, module in tree.items() if name != "exchange.groups"}
-    pairs = [(name, one.rpartition(".")[2]) for name, module in others.items() for one in mentions(module)]
-    return [f"{name}: {one}" for name, one in pairs if GROUP_MAKERS.match(one)]
+    others = () if name == "exchange.groups" else mentions(module)
+    return [one for one in others if GROUP_MAKERS.match(one.rpartition(".")[2])]
 
 
-def accelerators_of_one_kind(tree: Tree) -> list[str]:
+def accelerators_of_one_kind(name: str, module: ast.Module) -> list[str]:
     """What not every accelerator of DeepSpeed's has is reached through it, or by an operation that each has."""
-    kinds = [
-        f"{name}: {one}"
-        for name, module in tree.items()
-        if name not in OF_ONE_KIND
-        for one in mentions(module)
-        if below(one, *KINDS)
-    ]
-    wide = [
-        f"{name}: {one}"
-        for name, module in tree.items()
-        if name not in IN_FP64
-        for one in mentions(module)
-        if one.endswith((".float64", ".double"))
-    ]
-    return kinds + wide + [f"{name}: {one}" for name, module in tree.items() for one in calls_of_few(module)]
+    kinds = [one for one in mentions(module) if below(one, *KINDS) and name not in OF_ONE_KIND]
+    wide = [one for one in mentions(module) if one.endswith((".float64", ".double")) and name not in IN_FP64]
+    return kinds + wide + calls_of_few(module)
 
 
-def deepspeed_elsewhere(tree: Tree) -> list[str]:
+def deepspeed_elsewhere(name: str, module: ast.Module) -> list[str]:
     """Only `zero` knows DeepSpeed, except for its collectives, its accelerator and the class of builders of ops."""
     allowed = {
         "exchange": ("deepspeed.comm", "deepspeed.accelerator"),
         "kernels.builder": ("deepspeed.ops.op_builder",),
     }
-    found = []
-    for name, module in tree.items():
-        known = (PREFIX, *allowed.get(name, ()), *allowed.get(layer(name), ()))
-        others = [one for one in imported(module) if below(one, "deepspeed") and not below(one, *known)]
-        others += [one for one in mentions(module) if below(one, "deepspeed.runtime")]
-        if others and layer(name) != "zero":
-            found.append(f"{name} mentions {sorted(set(others))}")
-    return found
+    known = (PREFIX, *allowed.get(name, ()), *allowed.get(layer(name), ()))
+    others = [one for one in imported(module) if below(one, "deepspeed") and not below(one, *known)]
+    others += [one for one in mentions(module) if below(one, "deepspeed.runtime")]
+    return [] if layer(name) == "zero" else others
 
 
-def other_libraries(tree: Tree) -> list[str]:
-    found = []
-    for name, module in tree.items():
-        tops = {layer(one) for one in imported(module)} - sys.stdlib_module_names - {"deepspeed", ""}
-        allowed = set() if name == "matrices.block" else LIBRARIES.get(layer(name), {"torch"})
-        found += [f"{name} imports {one}" for one in sorted(tops - allowed)]
-    return found
+def other_libraries(name: str, module: ast.Module) -> set[str]:
+    tops = {layer(one) for one in imported(module)} - sys.stdlib_module_names - {"deepspeed", ""}
+    return tops - (set() if name == "matrices.block" else LIBRARIES.get(layer(name), {"torch"}))
 
 
-def ranks_in_math(tree: Tree) -> list[str]:
-    """`math` has no argument, variable or attribute that is named after ranks."""
-    found = []
-    for name, module in tree.items():
-        nodes = list(ast.walk(module)) if layer(name) == "math" else []
-        names = [getattr(node, key, None) for node in nodes for key in ("id", "attr", "arg", "name")]
-        found += [f"{name} has {one}" for one in names if isinstance(one, str) and RANKS.search(one)]
-    return found
-
-
-def undocumented(tree: Tree) -> list[str]:
-    """Public classes and functions, and methods of public classes, without a docstring; and such modules."""
-    found = []
-    for name, module in tree.items():
-        pending: list[tuple[str, ast.AST]] = [(name, module)]
-        found += [] if ast.get_docstring(module) else [name]
-        while pending:
-            path, holder = pending.pop()
-            for node in ast.iter_child_nodes(holder):
-                if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
-                    found += [] if ast.get_docstring(node) else [f"{path}.{node.name}"]
-                    pending += [(f"{path}.{node.name}", node)] if isinstance(node, ast.ClassDef) else []
-    return found
-
-
-RULES: list[Callable[[Tree], list[str]]] = [
-    unknown_layers,
+RULES: list[Callable[[str, ast.Module], Iterable[str]]] = [
     upward_imports,
-    relative_imports,
-    cycles,
-    imports_of_the_package,
     collectives_elsewhere,
     collectives_of_deepspeed,
     groups_elsewhere,
     accelerators_of_one_kind,
     deepspeed_elsewhere,
     other_libraries,
-    ranks_in_math,
-    undocumented,
 ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_package_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
-    assert len(PACKAGE_TREE) > 60
-    assert rule(PACKAGE_TREE) == []
+def test_the_package_keeps_the_rule(rule: Callable[[str, ast.Module], Iterable[str]]) -> None:
+    assert len(TREE) > 60
+    assert [f"{name}: {one}" for name, module in TREE.items() for one in rule(name, module)] == []
+
+
+def test_no_modules_import_each_other() -> None:
+    list(graphlib.TopologicalSorter({name: inside(module) for name, module in TREE.items()}).static_order())
 
 
 # ---- beside the package -----------------------------------------------------------------------------------------
@@ -338,38 +253,6 @@ def test_the_folder_is_laid_beside_deepspeeds_own_files() -> None:
     """An `__init__.py` there would hide the installed DeepSpeed."""
     assert not (ROOT / "deepspeed" / "__init__.py").exists()
     assert (PACKAGE / "__init__.py").exists()
-
-
-def module_level(module: ast.Module) -> Iterator[ast.AST]:
-    """Nodes that run on import: all but the insides of functions."""
-    pending: list[ast.AST] = [module]
-    while pending:
-        node = pending.pop()
-        yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            pending.extend(ast.iter_child_nodes(node))
-
-
-def test_the_hook_imports_neither_torch_nor_deepspeed_on_import() -> None:
-    shim = ast.parse(SHIM.read_text())
-    names = {layer(name) for name in imported_by(module_level(shim))}
-    assert names <= sys.stdlib_module_names
-    assert {layer(name) for name in imported(shim)} - names == {"deepspeed"}, "imported when it is called"
-
-
-def test_what_the_package_exports_is_documented() -> None:
-    import deepspeed.muon
-
-    assert sorted(deepspeed.muon.__all__) == list(deepspeed.muon.__all__)
-    exported = [getattr(deepspeed.muon, name) for name in deepspeed.muon.__all__]
-    assert all(isinstance(thing, str) or thing.__doc__ for thing in exported)
-
-
-@pytest.mark.parametrize("path", [*SOURCES, SHIM], ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_source_has_its_licence_and_leaves_stocks_update_alone(path: Path) -> None:
-    text = path.read_text()
-    assert text.splitlines()[0] == "# SPDX-License-Identifier: Apache-2.0"
-    assert "muon_update" not in text
 
 
 def test_no_test_imports_another() -> None:
