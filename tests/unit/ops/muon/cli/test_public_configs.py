@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepspeed.muon.zero.known_keys import known_keys
 from helpers.distributed import run
+from helpers.engine_state import differing
 from helpers.logs import logged
 from helpers.models import MODELS, full_weights, train_engine
 from helpers.public_configs import REMOVED, configs, runnable
@@ -47,13 +48,6 @@ def steps(engine: Any, count: int, first: int) -> list[list[float]]:
     return rates
 
 
-def finish(engine: Any) -> None:
-    import deepspeed.comm.comm
-
-    engine.destroy()
-    deepspeed.comm.comm.comms_logger.enabled = False  # DeepSpeed keeps it for engines that follow
-
-
 def engine_of(config: dict[str, Any]) -> Any:
     import deepspeed
 
@@ -62,63 +56,58 @@ def engine_of(config: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
 
 
-def outcome(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Any]:
-    """Which weights have moved, and whether all are finite."""
-    moved = [
-        name for name in before if not torch.equal(after[name].float(), before[name].to(after[name].dtype).float())
-    ]
-    return {"moved": moved, "finite": all(torch.isfinite(weight).all() for weight in after.values())}
+def finish(engine: Any) -> None:
+    import deepspeed.comm.comm
+
+    engine.destroy()
+    deepspeed.comm.comm.comms_logger.enabled = False  # DeepSpeed keeps it for engines that follow
 
 
-def train_adamw(config: dict[str, Any]) -> dict[str, Any]:
-    """Rates, and what moved, with the config as it was."""
-    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
-    # DeepSpeed's own AdamW is compiled; torch's is the same, without two of its keys.
+def with_torchs_adamw(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without what needs DeepSpeed's own AdamW, which is compiled; torch's is the same."""
+    optimizer = config.get("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
     given = {k: v for k, v in optimizer.get("params", {}).items() if k not in ("bias_correction", "max_grad_norm")}
     numbers = {k: float(v) for k, v in given.items() if isinstance(v, str)}  # Muon reads strings too
-    optimizer["params"] = given | {"torch_adam": True} | numbers
-    config["zero_force_ds_cpu_optimizer"] = False
-    before = {name: p.detach().clone() for name, p in MODELS["mlp"]().named_parameters()}
-    engine = engine_of(config)
-    rates = steps(engine, STEPS, 0)
-    after = full_weights(engine.module)
-    finish(engine)
-    return {"rates": [group[0] for group in rates]} | outcome(before, after)
+    optimizer = optimizer | {"params": given | {"torch_adam": True} | numbers}
+    return config | {"optimizer": optimizer, "zero_force_ds_cpu_optimizer": False}
 
 
-def train_muon(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Rates, what moved, warnings at start, and whether a resumed run has the bits of one that went on."""
-    with logged(30) as warnings:
-        engine = engine_of(config)
-    before = fp32_weights(engine)
-    rates = steps(engine, STEPS, 0)
-    after = fp32_weights(engine)
-    assert engine.save_checkpoint(folder)
-    later, went_on = steps(engine, MORE, STEPS), fp32_weights(engine)
-    finish(engine)
-    engine = engine_of(config)
-    engine.load_checkpoint(folder)
-    resumed, weights = steps(engine, MORE, STEPS), fp32_weights(engine)
-    finish(engine)
-    same = later == resumed and all(torch.equal(went_on[name], weights[name]) for name in weights)
-    return {"rates": rates, "resumes": same, "warnings": warnings} | outcome(before, after)
+def train(config: dict[str, Any], folder: str, is_muon: bool) -> dict[str, Any]:
+    """Rates and warnings, which weights move, whether all are finite, and with Muon whether a resume has the same bits.
 
-
-def attempt(what: Any, **arguments: Any) -> dict[str, Any]:
+    Of AdamW the rate of the first group; what an exception says, if one is raised.
+    """
+    read = fp32_weights if is_muon else lambda engine: full_weights(engine.module)
+    ends: list[tuple[Any, dict[str, Tensor]]] = []
     try:
-        return what(**arguments)
+        with logged(30) as warnings:
+            engine = engine_of(config)
+        before, rates, after = read(engine), steps(engine, STEPS, 0), read(engine)
+        if is_muon:
+            assert engine.save_checkpoint(folder)
+            ends.append((steps(engine, MORE, STEPS), read(engine)))
+            finish(engine)
+            engine = engine_of(config)
+            engine.load_checkpoint(folder)
+            ends.append((steps(engine, MORE, STEPS), read(engine)))
+        finish(engine)
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__module__}.{type(error).__name__}: {error}"}
+    resumes = all(rates == ends[0][0] and not differing(weights, ends[0][1]) for rates, weights in ends)
+    moved = [name for name in before if not torch.equal(after[name], before[name])]
+    finite = all(torch.isfinite(weight).all() for weight in after.values())
+    return {"rates": rates, "warnings": warnings, "resumes": resumes, "moved": moved, "finite": finite}
 
 
 def train_all(cases: list[tuple[dict, dict | str, str]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What AdamW and Muon do with each pair of configs."""
-    results = []
-    for adamw, muon, folder in cases:
-        before = attempt(train_adamw, config=adamw)
-        refused = {"error": muon} if isinstance(muon, str) else {}
-        results.append((before, refused or attempt(train_muon, config=muon, folder=f"{folder}/checkpoints")))
-    return results
+    """What AdamW and Muon do with each pair of configs; a text is the refusal of a config."""
+    return [
+        (
+            train(with_torchs_adamw(adamw), folder, False),
+            {"error": muon} if isinstance(muon, str) else train(muon, f"{folder}/checkpoints", True),
+        )
+        for adamw, muon, folder in cases
+    ]
 
 
 def converted(name: str, folder: Path, ds_muon: Command) -> dict[str, Any] | str:
@@ -144,7 +133,7 @@ def surprises(adamw: dict[str, Any], muon: dict[str, Any]) -> list[str]:
     found = [] if muon["finite"] or not adamw["finite"] else ["not finite"]
     found += [f"{name} does not move" for name in adamw["moved"] if name not in muon["moved"]]
     found += [] if muon["resumes"] else ["a resumed run has other bits"]
-    expected = [rate for rate, groups in zip(adamw["rates"], muon["rates"], strict=True) for _ in groups]
+    expected = [rate for (rate, *_), groups in zip(adamw["rates"], muon["rates"], strict=True) for _ in groups]
     rates = [rate for groups in muon["rates"] for rate in groups]
     found += [] if rates == pytest.approx(expected, rel=1e-6) else [f"rates {rates}, not {expected}"]
     return found + [text for text in muon["warnings"] if not any(re.search(known, text) for known in WARNINGS)]

@@ -19,34 +19,18 @@ OPTIMIZERS: dict[str, dict[str, Any] | None] = {
     "trainer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
     "none": None,
     "megatron": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-    "bert": {
-        "type": "Adam",
-        "params": {"lr": 4e-4, "weight_decay": 0.01, "bias_correction": True, "max_grad_norm": 1.0},
-    },
+    "bert": {"type": "Adam", "params": {"lr": 4e-4, "bias_correction": True, "max_grad_norm": 1.0}},
     "rlhf": {"type": "AdamW", "params": {"lr": 9.65e-6, "betas": [0.9, 0.95], "weight_decay": 0.0}},
-    "vision": {"type": "Adam", "adam_w_mode": True, "params": {"lr": 1.5e-3, "betas": [0.9, 0.999], "eps": 1e-6}},
     "cifar": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
     "speech": {"type": "AdamW", "params": {"lr": "2e-4", "betas": [0.9, 0.98], "eps": "1e-9"}},
-    "bare": {"type": "AdamW"},
     "empty": {"type": "AdamW", "params": {}},
     "torch": {"type": "AdamW", "params": {"lr": 5e-5, "torch_adam": True, "adam_w_mode": True}},
     "l2": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 1e-4}},
     "fused": {"type": "AdamW", "params": {"lr": 2e-5, "fused": True, "amsgrad": False, "weight_decay": 0.05}},
 }
 WARMUP = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), AUTO)
-STAIRS = {
-    "cycle_first_step_size": 1000,
-    "cycle_first_stair_count": 500,
-    "decay_step_size": 1000,
-    "decay_lr_rate": 0.001,
-}
-CYCLE = {
-    "cycle_min_lr": 1e-4,
-    "cycle_max_lr": 1e-3,
-    "cycle_min_mom": 0.85,
-    "cycle_max_mom": 0.99,
-    "decay_mom_rate": 0.0,
-}
+STAIRS = {"cycle_first_step_size": 1000, "cycle_first_stair_count": 500, "decay_lr_rate": 0.001}
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_min_mom": 0.85, "cycle_max_mom": 0.99}
 #: Kind of scheduler -> (`type`, `params`) of the section `scheduler`.
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "none": None,
@@ -70,7 +54,6 @@ CPU, NONE = {"device": "cpu", "pin_memory": True}, {"device": "none", "nvme_path
 #: The section `zero_optimization`.
 ZERO: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "0": {"stage": 0},
     "1": {"stage": 1, "reduce_bucket_size": 5e8},
     "1 plain": {"stage": 1, "contiguous_gradients": False, "overlap_comm": False, "reduce_scatter": False},
     "2 trainer": {"stage": 2, "allgather_partitions": True, "reduce_scatter": True, **BUCKETS},
@@ -85,7 +68,6 @@ ZERO: dict[str, dict[str, Any] | None] = {
     "3 small groups": {"stage": 3, "sub_group_size": 200, "stage3_prefetch_bucket_size": 0},
     "3 old": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True, "cpu_offload_param": False},
     "1 elastic": {"stage": 1, "elastic_checkpoint": True, "reduce_bucket_size": 5e8},
-    "3 hpz": {"stage": 3, "zero_hpz_partition_size": 1, "reduce_scatter": True},
 }
 SCALE = {"loss_scale": 0, "loss_scale_window": 100, "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 8}
 #: Precision.
@@ -93,7 +75,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "auto": {"fp16": {"enabled": AUTO, **SCALE, "initial_scale_power": 16}, "bf16": {"enabled": AUTO}},
     "bf16": {"bf16": {"enabled": True}},
     "fp32": {},
-    "fp32 said": {"fp16": {"enabled": False}, "bf16": {"enabled": False}},
     "fp16": {"fp16": {"enabled": True, **SCALE}},
     "fp16 static": {"fp16": {"enabled": True, "loss_scale": 128.0}},
     "fp16 auto_cast": {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 10}},
@@ -102,40 +83,35 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "communication": {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
 }
+OFF = {"enabled": False}
 #: Everything else that DeepSpeed reads.
 EXTRAS: dict[str, dict[str, Any]] = {
-    "nothing": {},
     "printing": {"steps_per_print": 2000, "wall_clock_breakdown": False, "gradient_clipping": 1.0},
     "auto clipping": {"gradient_clipping": AUTO, "steps_per_print": 1e5},
     "clock": {"wall_clock_breakdown": True, "steps_per_print": 1, "gradient_clipping": 0.1},
-    "scaling": {"prescale_gradients": False, "gradient_predivide_factor": 1.0},
+    "scaling": {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "gradient_allreduce_op": "mean"},
     "prescaled": {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
     "flops": {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "FOLDER/flops.txt"}},
     "checkpointing": {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": None}},
     "aio": {"aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "overlap_events": True}},
     "csv": {"csv_monitor": {"enabled": True, "output_path": "FOLDER/csv", "job_name": "run"}},
     "tensorboard": {"tensorboard": {"enabled": True, "output_path": "FOLDER/tb", "job_name": "run"}},
-    "wandb off": {"wandb": {"enabled": False, "group": "g", "team": "t", "project": "p"}},
+    "monitors off": {"wandb": OFF | {"group": "g"}, "comet": OFF | {"project": "p"}, "log_level": "warning"},
     "comms logger": {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "prof_ops": []}},
-    "data efficiency": {"data_efficiency": {"enabled": True, "seed": 1, "data_routing": {"enabled": False}}},
+    "data efficiency": {"data_efficiency": {"enabled": True, "seed": 1, "data_routing": OFF}},
     "checkpoint": {"checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}}},
     "node storage": {"checkpoint": {"use_node_local_storage": False, "tag_validation": "Fail"}},
     "untested": {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
-    "dump": {"dump_state": True, "memory_breakdown": False},
-    "hybrid off": {"hybrid_engine": {"enabled": False, "max_out_tokens": 512, "inference_tp_size": 1}},
-    "autotuning off": {"autotuning": {"enabled": False, "fast": True}},
+    "dump": {"dump_state": True, "memory_breakdown": False, "disable_python_gc": False},
+    "off": {"hybrid_engine": OFF | {"max_out_tokens": 512}, "autotuning": OFF | {"fast": True}, "expert_parallel": OFF},
     "timers": {"timers": {"throughput": {"enabled": True, "synchronized": True}}, "dataloader_drop_last": True},
     "pipeline": {"pipeline": {"stages": AUTO, "partition": "best", "activation_checkpoint_interval": 0}},
-    "gather": {"disable_allgather": True, "seq_parallel_communication_data_type": "fp32", "disable_python_gc": False},
-    "compile off": {"compile": {"deepcompile": False}},
-    "comment": {"_comment": "from a public repository", "vocabulary_size": None},
-    "topology of 1": {"sequence_parallel_size": 1, "use_data_before_expert_parallelism": False},
-    "monitors off": {"comet": {"enabled": False, "project": "p"}, "log_level": "warning"},
-    "managed": {"managed_gradient_accumulation": True, "weight_quantization": {"enabled": False}},
-    "mean": {"gradient_allreduce_op": "mean", "gradient_clipping": 0.5},
-    "experts off": {"expert_parallel": {"enabled": False}, "steps_per_print": 100},
+    "gather": {"disable_allgather": True, "seq_parallel_communication_data_type": "fp32"},
+    "comment": {"_comment": "from a public repository", "vocabulary_size": None, "compile": {"deepcompile": False}},
+    "topology": {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}},
+    "managed": {"managed_gradient_accumulation": True, "weight_quantization": OFF},
     "sparse attention": {"sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4}},
-    "tensor parallel of 1": {"tensor_parallel": {"autotp_size": 1}},
+    "experts": {"use_data_before_expert_parallelism": False},
 }
 #: Sections that files still have, although DeepSpeed 0.19.8 refuses them with every optimizer, on or off.
 REMOVED: dict[str, dict[str, Any]] = {
@@ -179,19 +155,16 @@ FILLED: dict[str, Any] = {
 }
 
 
-#: How many entries each table advances from one config to the next. Their sizes have no common period below COUNT.
-STEPS = (1, 1, 3, 1, 5, 1)
-
-
 def configs() -> dict[str, dict[str, Any]]:
-    """Return name -> config: `text` of the file, its `suffix`, and the `config` itself."""
-    tables = (OPTIMIZERS, SCHEDULERS, ZERO, PRECISIONS, EXTRAS, BATCHES)
+    """Return name -> config: `text` of the file, its `suffix`, and the `config` itself.
+
+    Each table advances by as many entries from one config to the next as stands beside it.
+    """
+    tables = ((OPTIMIZERS, 1), (SCHEDULERS, 1), (ZERO, 3), (PRECISIONS, 1), (EXTRAS, 5), (BATCHES, 1))
     found: dict[str, dict[str, Any]] = {}
     for index in range(COUNT):
-        optimizer, scheduler, zero, precision, extra, batch = (
-            list(table)[(index * step + index // len(table)) % len(table)]
-            for table, step in zip(tables, STEPS, strict=True)
-        )
+        names = [list(table)[(index * step + index // len(table)) % len(table)] for table, step in tables]
+        optimizer, scheduler, zero, precision, extra, batch = names
         schedule = SCHEDULERS[scheduler]
         sections = {
             "zero_optimization": ZERO[zero],
@@ -201,8 +174,8 @@ def configs() -> dict[str, dict[str, Any]]:
         named = {key: section for key, section in sections.items() if section is not None}
         config = copy.deepcopy(BATCHES[batch] | PRECISIONS[precision] | named | EXTRAS[extra])
         style = STYLES[index % len(STYLES)]
-        name = f"{index}: optimizer {optimizer}; scheduler {scheduler}; ZeRO {zero}; {precision}; {extra}; {style}"
         suffix = "yaml" if style == "yaml" else "json"
+        name = f"{index}: {'; '.join((*names, style))}"
         found[name] = {"text": _written(config, style), "suffix": suffix, "config": config}
     return found
 
@@ -226,24 +199,16 @@ def runnable(config: dict[str, Any], world: int, folder: str, is_bf16: bool) -> 
     """Return the config with the values that a script, a Trainer and a launcher fill in for `world` ranks."""
     accumulation = config.get("gradient_accumulation_steps", 1)
     accumulation = 1 if accumulation == AUTO else int(accumulation)
-    filled = _filled(copy.deepcopy(config), folder, is_bf16)
+    filled = _filled(config, folder, is_bf16)
     filled.pop("train_batch_size", None)
-    return filled | {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // (world * accumulation),
-        "gradient_accumulation_steps": accumulation,
-    }
+    filled["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // (world * accumulation)
+    return filled | {"gradient_accumulation_steps": accumulation}
 
 
-def _filled(section: Any, folder: str, is_bf16: bool, above: str = "") -> Any:
-    if isinstance(section, str):
-        return section.replace("FOLDER", folder)
-    if not isinstance(section, dict):
-        return section
-    for key, value in section.items():
-        if value == AUTO and key == "enabled":
-            section[key] = is_bf16 if above == "bf16" else False
-        elif value == AUTO:
-            section[key] = FILLED.get(key, AUTO)
-        else:
-            section[key] = _filled(value, folder, is_bf16, key)
-    return section
+def _filled(section: Any, folder: str, is_bf16: bool, name: str = "", above: str = "") -> Any:
+    """Return a section with "auto" and "FOLDER" replaced."""
+    if isinstance(section, dict):
+        return {key: _filled(value, folder, is_bf16, key, name) for key, value in section.items()}
+    if section == AUTO:
+        return is_bf16 and above == "bf16" if name == "enabled" else FILLED.get(name, AUTO)
+    return section.replace("FOLDER", folder) if isinstance(section, str) else copy.deepcopy(section)
