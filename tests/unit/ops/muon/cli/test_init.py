@@ -169,23 +169,16 @@ def test_accelerates_configuration_becomes_two_files(
     assert status == 0 and "deepspeed_config_file" in err, err
     written = json.loads(out.read_text())
     assert written.pop("optimizer")["params"]["betas"] == [0.9, 0.999]
-    ours = DeepSpeedPlugin(hf_ds_config=written)
-    theirs = DeepSpeedPlugin(
-        gradient_accumulation_steps=4,
-        gradient_clipping=1.0,
-        zero_stage=3,
-        offload_optimizer_device=device,
-        offload_param_device="none",
-        zero3_save_16bit_model=True,
-    )
+    ours, fields = DeepSpeedPlugin(hf_ds_config=written), {"offload_param_device": "none", "zero_stage": 3}
+    fields |= {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero3_save_16bit_model": True}
+    theirs = DeepSpeedPlugin(**fields, offload_optimizer_device=device)
     for plugin in (ours, theirs):
         plugin.set_mixed_precision(precision.strip("'"))
+    zero = theirs.deepspeed_config["zero_optimization"]
     for part in ("offload_optimizer", "offload_param"):
-        found = theirs.deepspeed_config["zero_optimization"][part]
-        if found["device"] == "none":
-            del theirs.deepspeed_config["zero_optimization"][part]
-        else:
-            found.pop("nvme_path")
+        found = zero.pop(part)
+        if found["device"] != "none":
+            zero[part] = {key: value for key, value in found.items() if key != "nvme_path"}
     assert ours.deepspeed_config == theirs.deepspeed_config
     pointing = yaml.safe_load((tmp_path / "new_accelerate.yaml").read_text())
     assert pointing["deepspeed_config"] == {"deepspeed_config_file": str(out), "zero3_init_flag": True}
