@@ -24,7 +24,7 @@ from deepspeed.muon.zero import patches
 from helpers.distributed import RankError, run
 from helpers.logs import logged
 from helpers.models import Mlp, TinyGpt, train_engine
-from helpers.paths import ROOT, TESTS
+from helpers.paths import ROOT
 from helpers.racing import races
 from helpers.training import ds_config, make_engine
 
@@ -141,26 +141,6 @@ def test_a_process(first: str, then: str, switch: str, said: list[str], tmp_path
 # ---- versions and seams -------------------------------------------------------------------------------------------
 
 
-def another_version(folder: Path, **edits: tuple[str, str]) -> dict[str, str]:
-    """The environment of processes in which DeepSpeed is a copy, mostly of links, that calls itself 0.20.0.
-
-    `edits`: what is replaced in a module of deepspeed.runtime, and by what.
-    """
-    source, copy = Path(deepspeed.__file__).parent, folder / "deepspeed"
-    for part in (".", "runtime"):
-        (copy / part).mkdir()
-        for path in (source / part).iterdir():
-            if path.name not in ("runtime", "__pycache__"):
-                (copy / part / path.name).symlink_to(path)
-    version = ("git_version_info_installed.py", deepspeed.__version__, "0.20.0")
-    for name, old, new in (version, *((f"runtime/{module}.py", *edit) for module, edit in edits.items())):
-        text = (source / name).read_text()
-        assert old in text
-        (copy / name).unlink()
-        (copy / name).write_text(text.replace(old, new))
-    return {"PYTHONPATH": os.pathsep.join((str(folder), str(TESTS)))}
-
-
 def build(**config: Any) -> str:
     """The module of the basic optimizer's class, which has changed the weights."""
     net = Mlp()
@@ -187,36 +167,39 @@ def build_adamw() -> str:
     return outcome(lambda: build(optimizer={"type": "AdamW", "params": {"torch_adam": True}}))
 
 
-def install_again() -> tuple[str, list[str], str, str]:
-    """DeepSpeed's version, the warnings and errors of an installation, and the results of Muon and of AdamW."""
+def activate_in(version: str, lacks: tuple[str, str] | None) -> tuple[list[str], dict[str, str]]:
+    """What is said where DeepSpeed has this version and may lack a seam, and what comes of three calls."""
     patches.uninstall()
-    with logged(logging.WARNING) as said:
-        patches.activate()
-    return deepspeed.__version__, said, build_muon(), build_adamw()
+    try:
+        with pytest.MonkeyPatch.context() as patch, logged(logging.WARNING) as said:
+            patch.setattr("deepspeed.git_version_info.version", version)
+            if lacks:
+                *parts, name = lacks[1].split(".")
+                patch.delattr(functools.reduce(getattr, parts, importlib.import_module(lacks[0])), name)
+            patches.activate()
+            results = {"muon": build_muon(), "install": outcome(patches.install)}
+        return said, results | {"adamw": build_adamw()}  # stock itself needs some of the seams
+    finally:
+        patches.uninstall()
+        patches.install()
 
 
-LACKS = "DeepSpeed 0.20.0 has no deepspeed.runtime.engine.DeepSpeedEngine._scheduler_from_config, which"
-UNTESTED_VERSION = "deepspeed-muon was tested on DeepSpeed {} to {}, this is 0.20.0; ".format(*TESTED)
+#: One is replaced at activation, one for an engine with Muon, one during a load.
+REPLACED = (next(iter(patches.REPLACEMENTS)), *patches.universal.SEAMS, patches.save_load.SEAMS[-1])
 
 
-@pytest.mark.parametrize(
-    ("edits", "warning", "result"),
-    [
-        pytest.param({}, UNTESTED_VERSION, "deepspeed.muon.optimizer", id="has all seams", marks=pytest.mark.full),
-        pytest.param(
-            {"engine": ("_scheduler_from_config", "_schedule_of_config")},
-            *(f"deepspeed-muon is not active: {LACKS}", f"SeamError: {LACKS}"),
-            id="lacks a seam",
-        ),
-    ],
-)
-def test_a_later_version_trains_with_one_warning_or_fails_runs_with_muon_by_what_it_lacks(
-    edits: dict[str, tuple[str, str]], warning: str, result: str, tmp_path: Path
-) -> None:
-    env = another_version(tmp_path, **edits)
-    ((version, (said,), muon, adamw),) = run(install_again, 1, fresh=True, restart=True, env=env)
-    assert version == "0.20.0" and said.startswith(warning)
-    assert muon.startswith(result) and adamw.startswith("torch.optim")
+@pytest.mark.parametrize("lacks", [None, *REPLACED], ids=str)
+def test_a_later_version_trains_with_one_warning_or_fails_runs_with_muon_by_what_it_lacks(lacks: Any) -> None:
+    (said,), results = run(activate_in, 1, version="0.20.0", lacks=lacks and tuple(lacks))[0]
+    assert results.pop("adamw").startswith("torch.optim")
+    if lacks:
+        missing = f"DeepSpeed 0.20.0 has no {'.'.join(lacks)}, which"
+        assert said.startswith(f"deepspeed-muon is not active: {missing}")
+        assert all(text.startswith(f"SeamError: {missing}") for text in results.values())
+    else:
+        assert said.startswith("deepspeed-muon was tested on DeepSpeed {} to {}, this is 0.20.0; ".format(*TESTED))
+        assert results == {"muon": "deepspeed.muon.optimizer", "install": "None"}
+    assert run(build, 1) == ["deepspeed.muon.optimizer"]
 
 
 def test_pip_leaves_later_versions_of_deepspeed_alone() -> None:
@@ -225,40 +208,6 @@ def test_pip_leaves_later_versions_of_deepspeed_alone() -> None:
     allowed = Requirement(needed.partition("#")[0]).specifier
     assert all(allowed.contains(version) for version in (*TESTED, "0.20.0", "0.99.9"))
     assert not any(allowed.contains(version) for version in ("0.19.6", "1.0.0"))
-
-
-def without_seam(module: str, path: str) -> dict[str, str]:
-    """What the ways in do while a seam is missing."""
-    *parts, name = path.split(".")
-    owner = functools.reduce(getattr, parts, importlib.import_module(module))
-    patches.uninstall()
-    seam, results = getattr(owner, name), {}
-    delattr(owner, name)
-    try:
-        for what, call in (("install", patches.install), ("activate", patches.activate), ("again", patches.install)):
-            results[what] = outcome(call)
-        results["muon"] = build_muon()
-        setattr(owner, name, seam)  # stock itself needs it
-        results["adamw"] = build_adamw()
-    finally:
-        setattr(owner, name, seam)
-        patches.uninstall()
-        patches.install()
-    return results
-
-
-#: One is replaced at activation, one for an engine with Muon, one during a load.
-REPLACED = (next(iter(patches.REPLACEMENTS)), *patches.universal.SEAMS, patches.save_load.SEAMS[-1])
-
-
-@pytest.mark.parametrize(("module", "path"), REPLACED)
-def test_a_missing_seam_fails_runs_with_muon_only(module: str, path: str) -> None:
-    results = run(without_seam, 1, module=module, path=path)[0]
-    for refused in ("install", "again", "muon"):
-        assert results[refused].startswith("SeamError: DeepSpeed ") and f"{module}.{path}" in results[refused]
-    assert results["activate"] == "None"
-    assert results["adamw"].startswith("torch.optim")
-    assert run(build, 1) == ["deepspeed.muon.optimizer"]
 
 
 def test_a_missing_module_is_a_missing_seam(monkeypatch: pytest.MonkeyPatch) -> None:
