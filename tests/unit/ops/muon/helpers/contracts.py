@@ -193,7 +193,8 @@ def compare(ranks: list[dict[str, Tensor]], expected: OracleResult, setting: Set
             triple = initial[name], weights[name], last[name]
             if is_half:
                 change, size = (weights[name] - initial[name]).norm(), (last[name] - initial[name]).norm()
-                wrong += [f"{rank} {name}"] * (change_cosine(*triple) < 0.9 or not 0.85 <= change / size <= 1.15)
+                is_near = change_cosine(*triple) >= 0.9 and 0.85 <= change / size <= 1.15 if size else not change
+                wrong += [] if is_near else [f"{rank} {name}"]
             else:
                 errors.append(change_error(*triple))
                 wrong += [f"{rank} {name}: {errors[-1]:.1e}"] * (errors[-1] > setting.bounds[0])

@@ -203,6 +203,84 @@ class Fused(nn.Module):
         return inputs, 4 * torch.randn(GLOBAL_BATCH, 5, generator=generator)
 
 
+class Maps(nn.Module):
+    """Linear maps of one weight, each of which takes part in the loss of the samples in its column of `present`."""
+
+    def __init__(self, shape: Sequence[int], sizes: Sequence[int], axis: int = 0) -> None:
+        super().__init__()
+        self.weight, self.sizes, self.axis = nn.Parameter(torch.empty(shape)), torch.tensor(sizes), axis
+        self.weight.use_muon = True  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor, present: Tensor) -> Tensor:
+        weight = self.weight.flatten(0, -2)
+        inputs = inputs[:, : weight.shape[1]].to(weight.dtype)
+        mask = present.to(weight.dtype).repeat_interleave(self.sizes, 1)
+        outputs = (inputs * mask if self.axis else inputs) @ weight.T
+        squares = (torch.tanh(outputs) - 1).square()
+        return (squares if self.axis else squares * mask).float().mean()
+
+
+class Absent(nn.Module):
+    """Layers, matrices of fused weights and experts that take no part in the loss of some steps.
+
+    Of `micros` micro-steps, or ranks, of every other step "first" takes part in all but the last, "last" in that alone.
+    """
+
+    SPLIT = {"qkv": [14, 10, 6], "columns": {"sizes": [13, 12, 8], "axis": 1}}
+    LAYERS = {
+        "always": ((24, 40), [24]),
+        "unused": ((24, 40), [24]),
+        "late": ((40, 24), [40]),
+        "gap": ((36, 36), [36]),
+        "frozen": ((30, 20), [30]),
+        "first": ((20, 26), [20]),
+        "last": ((26, 20), [26]),
+        "qkv": ((30, 24), [14, 10, 6]),
+        "columns": ((20, 33), [13, 12, 8], 1),
+        "experts": ((3, 28, 20), [28, 28, 28]),
+    }
+    ABSENT = {
+        ("unused", 0): {0, 1, 2, 3, 4},
+        ("late", 0): {0, 1},
+        ("gap", 0): {2, 3},
+        ("frozen", 0): {2, 3, 4},
+        ("qkv", 1): {1, 2},
+        ("columns", 0): {2},
+        ("experts", 1): {1, 2, 3},
+        ("experts", 2): {4},
+    }
+    """(layer, number of its matrix) -> the steps in which no sample has a gradient for it."""
+
+    def __init__(self, micros: int = 1) -> None:
+        super().__init__()
+        self.micros = micros
+        self.layers = nn.ModuleDict({name: Maps(*how) for name, how in self.LAYERS.items()})
+        self.bias = nn.Parameter(torch.empty(7))
+        initialize_(self, 0)
+
+    def present(self, step: int) -> Tensor:
+        """Return for each sample and matrix, in order, whether it takes part."""
+        keys = [(name, index) for name, how in self.LAYERS.items() for index in range(len(how[1]))]
+        found = torch.tensor([step not in self.ABSENT.get(key, ()) for key in keys]).repeat(GLOBAL_BATCH, 1)
+        if step % 2 == 0 and self.micros > 1:
+            border = GLOBAL_BATCH // self.micros * (self.micros - 1)
+            found[border:, keys.index(("first", 0))] = False
+            found[:border, keys.index(("last", 0))] = False
+        return found
+
+    def forward(self, inputs: Tensor, present: Tensor) -> Tensor:
+        """The sum of the layers' losses; a layer that no sample has takes no part."""
+        loss = (inputs[:, :7].to(self.bias.dtype) - self.bias).float().square().mean()
+        columns = present.split([len(how[1]) for how in self.LAYERS.values()], 1)
+        for layer, mine in zip(self.layers.values(), columns, strict=True):
+            loss = loss + layer(inputs, mine) if mine.any() else loss
+        return loss
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs (GLOBAL_BATCH, 40) from N(0, 1), and `present`."""
+        return torch.randn(GLOBAL_BATCH, 40, generator=_generator(1000 + step)), self.present(step)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "wide": lambda: Mlp(EVEN),

@@ -6,14 +6,15 @@ is switched off does not change, and a universal checkpoint continues elsewhere.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from helpers import split_model, ways
+from helpers import ways
 from helpers.attention import clip_heads, some_tau
+from helpers.models import Absent
 from helpers.oracles import OracleResult, route, train_oracle
 from helpers.parity import AUTOCAST, CELLS, FP16_AUTOCAST, HALVES, STEPS
 from helpers.rules import RULES
@@ -99,6 +100,15 @@ def all_pairs() -> list[Case]:
     return chosen
 
 
+EPS = 0.05
+"""Of AdamW: an epsilon of the size of gradients, so that a loss scale or a count of ranks in them shows."""
+
+
+def with_clips(clip: float, cases: Iterable[Case]) -> list[Case]:
+    """Return the cases without clipping, and clipped at a norm that only some steps exceed."""
+    return [case | {"clip": limit} for case in cases for limit in (0.0, clip)]
+
+
 def precisions(*precisions: str) -> Iterator[Case]:
     """Yield the cells of docs/evidence/support.md's table of stages, precisions and offload, in these precisions."""
     autocast = {"autocast": AUTOCAST, "fp16 autocast": FP16_AUTOCAST}
@@ -139,7 +149,11 @@ SUMMED: list[Case] = [
 ]
 OFFLOADED = [{"stage": stage, "offload": stage > 0, "accumulation": 2} for stage in (0, 1, 2, 3)]
 """With fused projections, each stage; under ZeRO the optimizer is on the CPU."""
+HPZ = {"stage": 3, "world": 4, "zero": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}}
 MANY_RANKS: list[Case] = [case | {"world": world} for world in (2, 1, 3) for case in OFFLOADED]
+
+DYNAMIC = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 1}}
+SPLIT_ABSENT = {"muon_split": Absent.SPLIT}
 
 STATEFUL: list[Case] = [
     *grid((0, 1, 2, 3), (2, 1, 3)),
@@ -164,6 +178,10 @@ IDLE: list[Case] = [
 ]
 """What is not refused, although it has no effect or changes only how DeepSpeed communicates."""
 
+HALF = [
+    {"stage": stage, "dtype": dtype} for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp16") if stage or dtype == "bf16"
+]
+RECOMPUTED = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
 CLIPPED = {"frozen": "the oracle's QK-clip acts on frozen projections too"}
 SCALED = {"bad step": "the dynamic loss scale remembers a bad step; test_gradient_scale.py has that"}
 NO_FILES = dict.fromkeys(("resume", "frozen", "universal"), "DeepSpeed cannot load its own checkpoint, with AdamW too")
@@ -180,7 +198,23 @@ SETTINGS: dict[str, Setting] = {
         Way(), [case | {"world": world, "accumulation": 4} for world in (1, 2, 3, 4) for case in OFFLOADED], quick=2
     ),
     "precision and offload": Setting(Way(), list(precisions("fp32", "bf16", "fp16", "autocast")), quick=4),
-    "fp16 autocast": Setting(Way(), list(precisions("fp16 autocast")), without=SCALED),
+    "fp16 autocast": Setting(
+        Way(), with_clips(8.0, precisions("fp16 autocast")), {"eps": EPS}, {"eps": EPS}, without=SCALED, quick=2
+    ),
+    "fp16 at stage 0": Setting(
+        Way(),
+        with_clips(8.0, [{"stage": 0, "dtype": "fp16", **scale} for scale in ({}, DYNAMIC)]),
+        {"eps": EPS},
+        {"eps": EPS},
+        without=SCALED,
+        quick=2,
+    ),
+    **{
+        f"bf16 on the wire, Newton-Schulz in {dtype}": Setting(
+            Way(), grid((3, 0, 1, 2), model="narrow"), {"ns_dtype": dtype, "wire_dtype": "bf16"}, bounds=(bound, bound)
+        )
+        for dtype, bound in (("bf16", 0.045), ("fp16", 0.022), ("fp32", 0.022))
+    },
     "BF16_Optimizer": Setting(Way(), [BF16_OPTIMIZER, BF16_OPTIMIZER | {"world": 3, "clip": 0.0}]),
     "bf16 with fp32 gradients": Setting(Way(), grid((2, 3), (3,), dtype="bf16", **FP32_GRADIENTS)),
     "masters in bf16": Setting(
@@ -197,7 +231,7 @@ SETTINGS: dict[str, Setting] = {
         quick=2,
     ),
     "ZeRO's settings": Setting(Way(), [case | {"world": 3} for case in ZERO_SETTINGS], quick=3),
-    "hpZ": Setting(Way(), [{"stage": 3, "world": 4, "zero": {"zero_hpz_partition_size": 2}}]),
+    "hpZ": Setting(Way(), [HPZ]),
     "zero.Init": Setting(
         Way(),
         [{"stage": 3, "model": "gpt", "zero_init": True, "offload": offload} for offload in (False, True)],
@@ -205,7 +239,55 @@ SETTINGS: dict[str, Setting] = {
     ),
     "without norms": Setting(Way(), WITHOUT_NORMS, quick=2),
     "bf16 unchecked": Setting(Way(), UNCHECKED),
-    "summed gradients": Setting(Way(), SUMMED, quick=2),
+    "summed gradients": Setting(
+        Way(), with_clips(30.0, [case | {"world": 3} for case in SUMMED]), {"eps": EPS}, {"eps": EPS}, quick=2
+    ),
+    "activation checkpointing, compile": Setting(
+        ways.AgainOrCompiled(),
+        [
+            {"stage": stage, "how": how}
+            for how in ("DeepSpeed", "torch", "partitioned", "compile")
+            for stage in (1, 2, 3)
+        ],
+        quick=3,
+    ),
+    "matrices without gradient": Setting(
+        ways.Gone(),
+        [
+            *grid((0, 1, 2, 3)),
+            *OFFLOADED,
+            *grid((0, 1, 2, 3), accumulation=2),
+            *({"stage": stage, "offload": True} for stage in (2, 3)),
+            {"stage": 3, "zero": {"sub_group_size": 1000}},
+            {"stage": 2, "zero": {"round_robin_gradients": True}},
+            {"stage": 2, "offload": True, "accumulation": 2, "zero": {"round_robin_gradients": True}},
+            *grid((0, 3), dtype="bf16"),
+            *grid((2, 3), dtype="bf16", accumulation=2, offload=True),
+            BF16_OPTIMIZER,
+            BF16_OPTIMIZER | {"accumulation": 2},
+            *({"stage": stage, "keys": {"owners_per_matrix": 2}} for stage in (1, 3)),
+            {"stage": 2, "keys": {"kernels": "torch"}},
+            *grid((1, 3), (4,)),
+        ],
+        SPLIT_ABSENT,
+        quick=4,
+    ),
+    **{
+        f"matrices without gradient, {name}": Setting(
+            ways.Gone(), grid((2, 3)), params | SPLIT_ABSENT, oracle, (bound, bound)
+        )
+        for name, (params, oracle, bound) in {
+            "int8": ({"momentum_dtype": "int8"}, {}, 0.1),
+            "bf16": ({"momentum_dtype": "bf16"}, {}, 0.03),
+            "normuon": ({"normuon": True}, RULES["normuon"][1], 1e-3),
+        }.items()
+    },
+    "matrices without gradient on a rank": Setting(
+        ways.Gone(),
+        [{"micros": 2, **case} for case in (*grid((0,)), *grid((0,), dtype="bf16"), BF16_OPTIMIZER)],
+        SPLIT_ABSENT,
+        without={"universal": "DeepSpeed's stages 1 to 3 refuse unlike gradients of ranks"},
+    ),
     "tied, frozen, unused": Setting(
         Way(),
         [{"stage": stage, "model": model} for stage in (1, 2, 3) for model in ("frozen", "unused", "tied", "gpt_tied")],
@@ -244,7 +326,10 @@ SETTINGS: dict[str, Setting] = {
         without=CLIPPED | {"oracle": "the oracle looks at all logits"},
     ),
     "split by the config": Setting(
-        ways.Split(), [*grid((0, 1, 2, 3), (2, 1, 3)), *OFFLOADED[1:]], split_model.OPTIMIZER["params"], quick=2
+        ways.Split(),
+        [*grid((0, 1, 2, 3), (2, 1, 3)), *OFFLOADED[1:], *grid((0, 1, 2, 3), **AUTOCAST), HPZ],
+        ways.Split.PARAMS,
+        quick=3,
     ),
     "heads": Setting(ways.Heads(), grid((0, 1, 2, 3), (2, 1, 3), model="gpt"), {"per_head_muon": True}, quick=2),
     "fused projections": Setting(ways.Layouts(), grid((0, 1, 2, 3), (2, 1, 3), model="layouts")),
@@ -266,6 +351,27 @@ SETTINGS: dict[str, Setting] = {
             for lora in ("B", "both")
         ],
     ),
+    "QK-clip in half precision": Setting(
+        Way(),
+        [{"model": "gpt", **case} for case in (BF16_OPTIMIZER, *HALF)],
+        {"qk_clip": {"tau": some_tau()}},
+        {"observe": clip_heads(some_tau())},
+        without=CLIPPED,
+        quick=2,
+    ),
+    "pipeline, QK-clip": Setting(
+        ways.Pipeline(),
+        [
+            {"model": model, "world": 4, **config}
+            for config in ({}, RECOMPUTED, {"dtype": "bf16"}, {"dtype": "bf16", **FP32_GRADIENTS})
+            for model in ("tied", "late")
+        ],
+        {"qk_clip": {"tau": 0.4}},
+        {"observe": clip_heads(0.4)},
+        without=CLIPPED,
+        moves={"stages": 1},
+        quick=2,
+    ),
     "several owners": Setting(
         Way(),
         [*grid((0, 1, 2, 3), model="broad"), *(case | {"model": "broad"} for case in OFFLOADED)],
@@ -277,6 +383,7 @@ SETTINGS: dict[str, Setting] = {
             *grid((0, 1, 2, 3), (2, 4), model="llama"),
             {"stage": 2, "world": 4, "model": "gated"},
             {"stage": 3, "world": 4, "model": "llama", "offload": True},
+            *grid((0, 1, 3), model="llama", keys={"owners_per_matrix": 2}),
         ],
         moves={"tp": 1},
         quick=2,
@@ -413,7 +520,7 @@ SETTINGS: dict[str, Setting] = {
                 {"offload": True},
                 {"zero": {"round_robin_gradients": True, "contiguous_gradients": False}},
                 {"clip": 0.01},
-                {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
+                RECOMPUTED,
                 AUTOCAST,
             )
         ],

@@ -4,6 +4,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers import engine_state, experts_beside, megatron, nvme, pipelines, split_model, tensor_parallel
+from helpers import engine_state, experts_beside, megatron, nvme, pipelines, tensor_parallel
 from helpers.experts import EP, EXPERTS, INNER, Mixtral, WithExperts, autoep, global_name, spread_model
 from helpers.language_models import WIDTH
-from helpers.models import GLOBAL_BATCH, MODELS, Fused, fused_parts, halve, train_engine
+from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, fused_parts, halve, train_engine
 from helpers.oracles import OracleConfig, Part, route
 from helpers.training import ds_config, fp32_weights, make_engine, steps_done
 
@@ -141,6 +143,15 @@ class ByScript(Way):
 class Split(Way):
     """Parameters that a config splits."""
 
+    PARAMS = {
+        "muon_conv": "flatten",
+        "muon_split": {
+            "qkv": [7, 5, 4],
+            "c_attn": {"sizes": [5, 4, 3], "axis": 1},
+            "grouped": {"sizes": [4, 2, 2], "groups": 3},
+        },
+    }
+
     def whole(self, case: Case) -> Any:
         return Fused()
 
@@ -148,10 +159,78 @@ class Split(Way):
         return ("lm_head",)
 
     def parts(self, case: Case) -> Parts:
-        return split_model.parts()
+        index = index_of(Fused())
+        grouped = index["grouped.weight"].view(3, 8, 12)
+        return {
+            "conv.weight": [index["conv.weight"].view(5, 18)],
+            "qkv.weight": list(index["qkv.weight"].split([7, 5, 4])),
+            "c_attn.weight": list(index["c_attn.weight"].split([5, 4, 3], dim=1)),
+            "grouped.weight": [part.reshape(-1, 12) for part in grouped.split([4, 2, 2], dim=1)],
+            "experts.down": list(index["experts.down"]),
+        }
 
     def build(self, seed: int, **config: Any) -> Any:
         return super().build(seed, model="fused", **config)
+
+
+class Gone(Way):
+    """Matrices that have no gradient in some steps; `micros` ranks or micro-steps share some of them unequally."""
+
+    def whole(self, case: Case) -> Any:
+        return Absent(case.get("micros", case.get("accumulation", 1)))
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return (
+            ("layers.experts",) if "normuon" in case["optimizer"]["params"] else ()
+        )  # where its outputs are is unknown
+
+    def parts(self, case: Case) -> Parts:
+        excluded = self.to_adam(case)
+        return {
+            f"{name}.weight": list(index_of(layer)["weight"].flatten(0, -2).split(layer.sizes.tolist(), layer.axis))
+            for name, layer in Absent().named_modules()
+            if name.endswith(("qkv", "columns", "experts")) and name not in excluded
+        }
+
+    def build(self, seed: int, accumulation: int = 1, micros: int = 0, **config: Any) -> Any:
+        net = Absent(micros or accumulation)
+        net.layers["experts"].weight.use_muon = "normuon" not in config["optimizer"]["params"]
+        return make_engine(halve(net, seed), ds_config(accumulation=accumulation, **config))
+
+    def has_no_gradient(self, name: str, number: int) -> bool:
+        return number in Absent.ABSENT.get((name.split(".")[1], 0), ()) and name.split(".")[1] not in Absent.SPLIT
+
+
+class AgainOrCompiled(Way):
+    """Layers whose outputs are computed again in the backward pass, by torch or DeepSpeed; a compiled engine.
+
+    Where DeepSpeed partitions what it saves over model-parallel ranks, these have the same data.
+    """
+
+    def build(self, seed: int, how: str, **config: Any) -> Any:
+        import deepspeed
+
+        net: Any = halve(MODELS["mlp"](), seed)
+        net.is_whole = how == "partitioned"
+        save: Any = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        if how in ("DeepSpeed", "partitioned"):
+            group = dist.new_group(range(2)) if net.is_whole else None
+            facts = {"rank": dist.get_rank(), "world_size": 2, "group": group}
+            mpu = SimpleNamespace(**{f"get_model_parallel_{key}": lambda of=of: of for key, of in facts.items()})
+            deepspeed.checkpointing.configure(mpu if net.is_whole else None, partition_activations=net.is_whole)
+            save = deepspeed.checkpointing.checkpoint
+        for layer in net.layers[1:] if how != "compile" else ():
+            layer.forward = partial(save, layer.forward)
+        engine = make_engine(net, ds_config(**config))
+        if how == "compile":
+            engine.compile(backend="eager")
+        return engine
+
+    def step(self, engine: Any, number: int) -> None:
+        if not engine.module.is_whole:
+            return super().step(engine, number)
+        engine.backward(engine(*engine.module.batch(number)))
+        engine.step()
 
 
 class Heads(Way):
@@ -201,7 +280,20 @@ class Layouts(Way):
 
 
 class UserGroups(Way):
-    """Parameter groups with settings of their own: layer 4, layers 0 and 1, layers 2 and 3."""
+    """Parameter groups that have settings and foreign keys: layer 4, layers 0 and 1, layers 2 and 3."""
+
+    #: What scripts for AdamW put into groups.
+    KEYS = {
+        "lr_scale": 0.65,
+        "layer_id": 3,
+        "no_weight_decay": True,
+        "weight_decay_mult": 1.0,
+        "min_lr": 1e-6,
+        "tags": {"a": torch.zeros(1)},
+    }
+    #: What torch's AdamW has in its own groups.
+    ADAMWS = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
+    ADAMWS |= {"foreach": None, "fused": None, "decoupled_weight_decay": True}
 
     SECOND = {"lr": 0.005, "momentum": 0.5, "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6}
     THIRD = {"muon_lr": 0.01, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_method": "gram"}
@@ -216,7 +308,7 @@ class UserGroups(Way):
     def build(self, seed: int, **config: Any) -> Any:
         net: Any = halve(MODELS["mlp"](), seed)
         first, second, third = (
-            {"params": [param for layer in layers for param in layer.parameters()]}
+            {"params": [param for layer in layers for param in layer.parameters()], **self.KEYS, **self.ADAMWS}
             for layers in (net.layers[4:], net.layers[:2], net.layers[2:4])
         )
         return make_engine(net, ds_config(**config), model_parameters=[first, second | self.SECOND, third | self.THIRD])

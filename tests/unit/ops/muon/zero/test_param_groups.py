@@ -2,7 +2,6 @@
 """Parameter groups of the user's: each keeps its own settings after the split, at every stage."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,45 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
-from helpers.distributed import run
 from helpers.logs import logged
-from helpers.models import MODELS, train_engine
-from helpers.training import ds_config, fp32_weights, make_engine
-
-STEPS = 4
-#: Settings of two groups besides the rest: layers 0 and 1, layers 2 and 3.
-SECOND = {"lr": 0.005, "momentum": 0.5, "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6}
-THIRD = {"muon_lr": 0.01, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_method": "gram"}
-
-
-def grouped(net: nn.Module) -> list[dict[str, Any]]:
-    """The model's parameters in three groups."""
-    layers = [list(layer.parameters()) for layer in net.layers]
-    return [
-        {"params": [p for layer in layers[4:] for p in layer]},
-        {"params": layers[0] + layers[1], "name": "second", **SECOND},
-        {"params": layers[2] + layers[3], **THIRD},
-    ]
-
-
-def train_groups(folder: str | None = None, keys: Mapping[str, Any] = {}, **config: Any) -> dict[str, Any]:
-    """Weights after the steps, with more keys in the groups; with a folder, loaded into another engine half way."""
-
-    def engine_of() -> Any:
-        net = MODELS["mlp"]()
-        groups = [{**group, **keys} for group in grouped(net)]
-        return make_engine(net, ds_config(**config), model_parameters=groups)
-
-    engine = engine_of()
-    train_engine(engine, STEPS // 2)
-    if folder:
-        engine.save_checkpoint(folder)
-        engine = engine_of()
-        engine.load_checkpoint(folder)
-    train_engine(engine, STEPS // 2, first_step=STEPS // 2)
-    weights = fp32_weights(engine)
-    engine.destroy()
-    return weights
+from helpers.ways import UserGroups
 
 
 def halves_of(params: dict[str, Any], *groups: dict[str, Any]) -> list[dict[str, Any]]:
@@ -136,28 +98,20 @@ def test_wrong_settings_of_a_group_are_refused(own: dict[str, Any], parts: tuple
     assert all(part in str(error.value) for part in parts), error.value
 
 
-#: What scripts for AdamW put into groups.
-USERS = {
-    "lr_scale": 0.65,
-    "layer_id": 3,
-    "no_weight_decay": True,
-    "weight_decay_mult": 1.0,
-    "min_lr": 1e-6,
-    "tags": {"a": torch.zeros(1)},
-}
-#: What torch's AdamW has in its own groups.
-ADAMWS = {"amsgrad": False, "foreach": None, "maximize": False, "capturable": False, "fused": None}
-ADAMWS |= {"differentiable": False, "decoupled_weight_decay": True}
-
-
 def test_keys_of_the_users_stay_in_both_halves_and_in_the_group_as_given() -> None:
     net = nn.Sequential(nn.Linear(4, 4))
     names = ["0.weight", "0.bias"]
-    own = {"params": list(net.parameters()), "param_names": names, "initial_lr": 0.5, **USERS, **ADAMWS}
+    own = {
+        "params": list(net.parameters()),
+        "param_names": names,
+        "initial_lr": 0.5,
+        **UserGroups.KEYS,
+        **UserGroups.ADAMWS,
+    }
     optimizer = MuonWithAuxAdam([own], model=net, lr=1.0, adam_lr=0.5)
     plain = MuonWithAuxAdam(net.parameters(), model=net, lr=1.0, adam_lr=0.5)
     for group, expected in zip(optimizer.param_groups, plain.param_groups, strict=True):
-        assert {key: group[key] for key in USERS} == USERS
+        assert {key: group[key] for key in UserGroups.KEYS} == UserGroups.KEYS
         assert {key: group[key] for key in expected if key != "params"} == {
             k: v for k, v in expected.items() if k != "params"
         }
@@ -167,14 +121,6 @@ def test_keys_of_the_users_stay_in_both_halves_and_in_the_group_as_given() -> No
     assert given["lr_scale"] == 0.65 and given["initial_lr"] == 0.5 and "layer_id" in given
     given["lr_scale"] = 0.5
     assert given["lr_scale"] == 0.5
-
-
-def test_keys_of_the_users_change_nothing_in_training(tmp_path: Any) -> None:
-    """Some are not of JSON; they are saved and loaded as well."""
-    plain = run(train_groups, 2, stage=2)
-    with_keys = run(train_groups, 2, stage=2, keys=USERS | ADAMWS, folder=str(tmp_path))
-    for weights, expected in zip(with_keys, plain, strict=True):
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
