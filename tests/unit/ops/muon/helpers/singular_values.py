@@ -36,26 +36,27 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def reference(x: Tensor, triples: Schedule) -> Tensor:
-    """Return U diag(p(s)) V' in float64 for x / |x| = U diag(s) V', where p composes the polynomials of all steps."""
+def image(values: Tensor, triples: Schedule) -> Tensor:
+    """Return what all steps make of singular values."""
+    for a, b, c in triples:
+        values = a * values + b * values**3 + c * values**5
+    return values
+
+
+def normalized(x: Tensor, normalization: str = "frobenius") -> Tensor:
+    """Return a batch in fp64 as it enters the first step. AOL scales the rows, or the columns of tall matrices."""
     x = x.double()
-    u, s, vh = torch.linalg.svd(x / torch.linalg.matrix_norm(x, keepdim=True), full_matrices=False)
-    for a, b, c in triples:
-        s = a * s + b * s**3 + c * s**5
-    return (u * s.unsqueeze(-2)) @ vh
-
-
-def quick_reference(x: Tensor, triples: Schedule) -> Tensor:
-    """Return :func:`reference`, computed by the eigenvalues of the smaller Gram matrix: several times faster."""
+    if normalization == "frobenius":
+        return x / torch.linalg.matrix_norm(x, keepdim=True)
     if x.size(-2) > x.size(-1):
-        return quick_reference(x.mT, triples).mT
-    x = x.double() / x.double().norm()
-    squares, u = torch.linalg.eigh(x @ x.mT)
-    factor = torch.ones_like(squares)
-    for a, b, c in triples:
-        step = a + b * squares + c * squares**2
-        factor, squares = factor * step, squares * step**2
-    return (u * factor) @ (u.mT @ x)
+        return normalized(x.mT, "aol").mT
+    return x / (x @ x.mT).abs().sum(-1, keepdim=True).clamp(min=1e-300).sqrt()
+
+
+def reference(x: Tensor, triples: Schedule, normalization: str = "frobenius") -> Tensor:
+    """Return U diag(p(s)) V' in float64 of a normalized batch U diag(s) V'; p composes the polynomials of all steps."""
+    u, s, vh = torch.linalg.svd(normalized(x, normalization), full_matrices=False)
+    return (u * image(s, triples).unsqueeze(-2)) @ vh
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -29,9 +29,8 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils.file_baton import FileBaton
 
 import deepspeed.muon
-from deepspeed.muon.kernels import build_lock, native, reference
+from deepspeed.muon.kernels import build_lock, native
 from deepspeed.muon.kernels.builder import MuonBuilder
-from deepspeed.muon.zero.bind import _judge_kernels
 from helpers import extensions
 from helpers.distributed import Pool, run
 from helpers.logs import logged
@@ -46,14 +45,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process that has loaded nothing, and a folder in which nothing is built."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
-
-
-@needs_compiler
-def test_it_builds_and_loads_once() -> None:
-    assert native.unavailable() is None
-    assert native.operations() is native.operations()
-    assert native.operations().name.startswith("C++ (")
-    assert MuonBuilder().load() is MuonBuilder().load()
 
 
 def test_ds_report_lists_it_while_installed() -> None:
@@ -88,32 +79,25 @@ def test_a_module_built_ahead_is_taken_where_it_runs(
     assert MuonBuilder()._installed() is (module if is_taken else None)
 
 
-def test_without_a_compiler(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not MuonBuilder().is_compatible()
-    with pytest.raises(native.KernelError, match=r"no C\+\+ compiler no-such-compiler.*; a C\+\+ compiler .*ninja"):
-        native._load()
-
-
-def test_with_a_torch_that_lacks_the_products(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled, which would take a minute of every start and fail."""
-    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
-    with pytest.raises(native.KernelError, match=r"torch 2\.6 or later is needed, this is 2\.5\.1\+cu124"):
-        native._load()
-
-
-def test_without_sources(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MuonBuilder, "sources", lambda self: [])
-    with pytest.raises(native.KernelError, match="the sources of csrc/muon are not installed"):
-        native._load()
+LACKS: list[tuple[Any, str, Any, str]] = [
+    (os.environ, "CXX", "no-such-compiler", r"no C\+\+ compiler no-such-compiler.*; a C\+\+ compiler .*ninja"),
+    (torch, "__version__", "2.5.1+cu124", r"torch 2\.6 or later is needed, this is 2\.5\.1\+cu124"),
+    (MuonBuilder, "sources", lambda self: [], "the sources of csrc/muon are not installed"),
+    (MuonBuilder, "sources", lambda self: [__file__], "Error building extension"),
+]
 
 
 @needs_compiler
-def test_a_build_that_fails(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("this is not C++\n")
-    monkeypatch.setattr(MuonBuilder, "sources", lambda self: [str(broken)])
-    with pytest.raises(native.KernelError, match="Error building extension"):
+@pytest.mark.parametrize(
+    ("where", "name", "value", "reason"), LACKS, ids=["compiler", "products of torch", "sources", "C++ in the sources"]
+)
+def test_what_a_build_lacks_is_the_reason(
+    where: Any, name: str, value: Any, reason: str, fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a torch that lacks the products nothing is compiled, which would take a minute of every start."""
+    patch = monkeypatch.setitem if where is os.environ else monkeypatch.setattr
+    patch(where, name, value)
+    with pytest.raises(native.KernelError, match=reason):
         native._load()
 
 
@@ -149,33 +133,26 @@ def modules(source: Path) -> list[Path]:
 
 
 @needs_compiler
-def test_rank_0_says_that_it_compiles_and_says_nothing_of_what_is_built(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_built_is_known_by_the_content_of_its_sources(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reinstallation, whose files are new and the same, compiles nothing; an old header back again neither.
+
+    Rank 0 says when it compiles, the others say nothing.
+    """
+    header = small.with_name("small.h")
+    header.write_text("// one\n")
     begun, done = loaded(small)
     assert begun == "deepspeed-muon: compiling the C++ operations, once per environment, about a minute"
     assert re.fullmatch(r"deepspeed-muon: compiled in \d+ s", done)
-    assert loaded(small) == []
-    small.write_text(SMALL + "\n")
-    monkeypatch.setenv("RANK", "1")
-    assert loaded(small) == []
-
-
-@needs_compiler
-def test_what_is_built_is_known_by_the_content_of_its_sources(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reinstallation, whose files are new and the same, compiles nothing; an old header back again neither."""
-    header = small.with_name("small.h")
-    header.write_text("// one\n")
-    loaded(small)
     small.write_text(SMALL)
     os.utime(small, (2e9, 2e9))
-    assert loaded(small) == []
+    assert loaded(small) == [] and len(modules(small)) == 1
     header.write_text("// two\n")
-    assert len(loaded(small)) == 2
+    monkeypatch.setenv("RANK", "1")
+    assert loaded(small) == [] and len(modules(small)) == 2
     header.write_text("// one\n")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("PATH", "")  # a machine without a compiler takes what another has built
-    assert loaded(small) == []
-    assert len(modules(small)) == 2
+    assert loaded(small) == [] and len(modules(small)) == 2
 
 
 @needs_compiler
@@ -227,16 +204,11 @@ def test_a_module_that_cannot_be_loaded_is_built_anew(small: Path) -> None:
     assert loaded(small) == []
 
 
-def wait_in_another_process(path: Path) -> Any:
-    """A process that holds a lock until it is killed."""
-    code = (
-        "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('', flush=True); "
-        "time.sleep(600)"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen([sys.executable, "-S", "-c", code, str(path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline()
-    return process
+HOLD = (
+    "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('', flush=True); "
+    "time.sleep(600)"
+)
+"""What a process does that has a lock until it is killed."""
 
 
 @needs_compiler
@@ -246,8 +218,10 @@ def test_who_waits_too_long_goes_on_with_plain_kernels(small: Path, monkeypatch:
     monkeypatch.setattr(build_lock, "GIVE_UP_AFTER", 1.0)
     monkeypatch.setattr(MuonBuilder, "sources", lambda self: [str(small)])
     lock = MuonBuilder().path().with_suffix(".lock")
-    process = wait_in_another_process(lock)
+    lock.parent.mkdir(parents=True)
+    process = subprocess.Popen([sys.executable, "-S", "-c", HOLD, str(lock)], stdout=subprocess.PIPE)
     try:
+        assert process.stdout is not None and process.stdout.readline()
         with logged() as said, pytest.raises(native.KernelError) as caught:
             native._load()
         assert re.fullmatch(
@@ -451,43 +425,3 @@ def test_who_waits_for_a_build_of_deepspeeds_says_for_which_file(
         "this file"
     )
     assert "made 70 s ago; no compiler runs on this machine. If" in said[1][0]
-
-
-def test_all_ranks_or_none() -> None:
-    reasons = (None, None), (None, "there is no C++ compiler c++")
-    verdicts = [_judge_kernels([{"cpu": own} for own in case]) for case in reasons]
-    assert verdicts == [{"cpu": None}, {"cpu": "rank 1: there is no C++ compiler c++"}]
-
-
-@needs_compiler
-@pytest.mark.parametrize(("asked", "name"), [("auto", "C++"), ("torch", "torch")])
-def test_the_choice_without_an_engine(asked: str, name: str) -> None:
-    net: Any = MODELS["mlp"]()
-    optimizer = deepspeed.muon.MuonWithAuxAdam(net.parameters(), model=net, **PARAMS, kernels=asked)
-    assert optimizer.context.kernels is reference.OPERATIONS, "nothing is built before the first step"
-    net(*net.batch(0)).backward()
-    optimizer.step()
-    assert optimizer.context.kernels.name.startswith(name)
-
-
-def chosen(missing_on: int | None = None) -> str:
-    """The table of an engine's optimizer after a step; one rank may lack the compiler."""
-    import torch.distributed
-
-    kept = native.unavailable
-    if torch.distributed.get_rank() == missing_on:
-        native.unavailable = lambda: "no compiler"
-    try:
-        engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
-        train_engine(engine, 1)
-        name = engine.basic_optimizer.context.kernels.name
-        engine.destroy()
-        return name
-    finally:
-        native.unavailable = kept
-
-
-@needs_compiler
-def test_the_choice_of_all_ranks() -> None:
-    assert all(name.startswith("C++") for name in run(chosen, 2))
-    assert run(chosen, 2, missing_on=1) == ["torch", "torch"]

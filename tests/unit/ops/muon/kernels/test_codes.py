@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A momentum in int8: its rounding, its kernels against their twin and float64, what rounding to nearest loses."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -9,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import native, reference
-from deepspeed.muon.kernels.builder import MuonBuilder
+from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.codes import BLOCK, LEVELS, SMALLEST, blocks_of, decode, encode
 from deepspeed.muon.kernels.rounding import key_of, noise
 from deepspeed.muon.kernels.table import Operations
@@ -109,14 +107,6 @@ def test_what_is_not_finite_stays_so() -> None:
         assert found[::2].equal(expected.view(3, BLOCK)[::2])
 
 
-@pytest.mark.parametrize("skipped", [0, 1, 127])
-def test_decoding_starts_anywhere(skipped: int) -> None:
-    codes, absmax = encoded(randn(1000))
-    whole = decoded(codes, absmax)
-    first = 3 * BLOCK + skipped
-    assert decoded(codes[first:], absmax[3:], skipped).equal(whole[first:])
-
-
 # ---- kernels ------------------------------------------------------------------------------------------------
 
 
@@ -175,7 +165,8 @@ def codes_as_the_twin(
 ) -> None:
     """Averages with weight 1/4 of such values are rounded once in any arithmetic. Some blocks become too small."""
     codes = torch.randint(-127, 128, (skipped + numel,), generator=torch.Generator().manual_seed(0)).to(torch.int8)
-    absmax = torch.exp2(torch.arange(blocks_of(codes.numel())) % 30 - 15.0)
+    absmax = torch.exp2(torch.arange(blocks_of(codes.numel())) * 7 % 30 - 15.0)
+    absmax[10:15:2], absmax[11:15:2] = 2.0**-100, 2.0**120
     grad = randn(codes.numel(), seed=1).bfloat16().to(dtype)
     for block, magnitude in ((3, 1.0), (5, SMALLEST), (6, SMALLEST / 2), (8, 0.0), (15, 0.0)):
         absmax[block : block + 1] = magnitude
@@ -227,56 +218,3 @@ def step_in_slices(kernels: Operations) -> None:
 def test_slices_change_no_bit(on: Any) -> None:
     """Looking ahead from any element; rounding from any block, with the number of its first element."""
     on(step_in_slices)
-
-
-def test_magnitudes_of_all_sizes(kernels: Operations) -> None:
-    """The codes of extreme blocks, too, are those of the twin."""
-    values = torch.cat([samples(), torch.tensor([LARGEST, 1e-40, 0.0, -0.0, SMALLEST])])
-    state = encoded(values)
-    twin = [part.clone() for part in state]
-    for grad in (values.flip(0), torch.zeros_like(values)):
-        kernels.advance_codes(*state, grad, None, 0.95, True, (1, 2), 0, Workspace())
-        reference.advance_codes(*twin, grad, None, 0.95, True, (1, 2), 0, Workspace())
-        assert all(map(torch.equal, state, twin))
-
-
-def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
-    if native.unavailable():
-        pytest.skip("no C++ compiler")
-    module, (codes, absmax) = MuonBuilder().load(), encoded(randn(256))
-    grad, kept = randn(256, seed=1), codes.clone()
-    for wrong in (grad.double(), grad[:255], torch.cat([grad, grad])[::2]):
-        assert not module.advance_codes(codes, absmax, wrong, None, 0.9, True, (1, 2), 0)
-        assert not module.advance_codes(codes, absmax, grad, wrong, 0.9, True, (1, 2), 0)
-        assert not module.look_ahead(codes, absmax, 0, wrong, grad, 256, 256, 0.9, True)
-    assert not module.advance_codes(codes.int(), absmax, grad, None, 0.9, True, (1, 2), 0)
-    assert not module.advance_codes(codes, absmax.double(), grad, None, 0.9, True, (1, 2), 0)
-    assert codes.equal(kept)
-
-
-# ---- a momentum of 0.95 -------------------------------------------------------------------------------------
-
-
-def to_nearest(numel: int, step: int) -> float:
-    return 0.5
-
-
-def shortfall(rounding: Callable[[int, int], Tensor | float], steps: int = 400) -> float:
-    """How far from a steady gradient its average stays, relative, as the mean over elements and the later steps.
-
-    Each block has an element that is four times as large as the others and has its average from the start.
-    """
-    gradient = 0.2 + 0.1 * torch.rand(32, BLOCK, generator=torch.Generator().manual_seed(1))
-    gradient[:, 0] = 1.0
-    start = gradient * (gradient == 1.0)
-    state, total = encoded(start.view(-1)), torch.zeros(32, BLOCK, dtype=torch.float64)
-    for step in range(steps):
-        state = encoded(decoded(*state).lerp_(gradient.view(-1), 0.05), rounding(gradient.numel(), step))
-        total += decoded(*state).view(32, BLOCK) if step >= steps // 2 else 0
-    return abs(float((total / (steps - steps // 2) / gradient - 1)[:, 1:].mean()))
-
-
-def test_a_large_decay_does_not_stall() -> None:
-    """A change of less than half a unit is lost to nearest: 5 % of what is missing, up to 10 of the 127 units."""
-    assert shortfall(uniform) <= 1e-3
-    assert shortfall(to_nearest) >= 0.25

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The elementwise operations of a step, in every kernel set: against float64, their twin in PyTorch, and each other.
+"""All operations but products, in every kernel set: against float64, their twin in PyTorch, and each other.
 
 Triton's interpreter cuts fp32 to bf16 where a GPU rounds. Whether its kernels compile for a GPU is
 test_triton_compile.py's; what they do on one is test_gpu_kernels.py's.
@@ -25,12 +25,15 @@ from deepspeed.muon.kernels.workspace import Workspace
 from helpers.kernels import (
     FLOATS,
     Interpret,
+    check_slices,
     interpreted_table,
     is_interpreted,
     native_only,
     needs_triton,
+    operands,
     randn,
     relative,
+    step,
     threads,
 )
 
@@ -178,23 +181,100 @@ def test_autograd_sees_the_update(kernels: Operations) -> None:
         loss.backward()
 
 
+# ---- normalize -------------------------------------------------------------------------------------------
+
+
+def matrices(shape: tuple[int, ...], magnitude: float, dtype: torch.dtype) -> Tensor:
+    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (magnitude * (6 * uniform - 3)).to(dtype)
+
+
+def exact(x: Tensor, norm: float = 1.0) -> Tensor:
+    return norm * x.double() / torch.linalg.matrix_norm(x.double(), keepdim=True).clamp(min=1e-300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_is_one_whatever_the_magnitude(kernels: Operations, dtype: torch.dtype) -> None:
+    """A power of two changes no bit."""
+    exponents = (-44, -42, -38, -30, -19, -3, 0, 8, 19, 25, 38) if dtype == torch.float32 else (-38, -30, -3, 0, 19, 38)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-8
+    for exponent, shape in itertools.product(exponents, [(1, 6, 10), (3, 33, 7), (2, 130, 300)]):
+        x = matrices(shape, 10.0**exponent, dtype)
+        expected, twin = exact(x), reference.normalize(x.clone(), x.clone())
+        assert kernels.normalize(x, x) is x
+        torch.testing.assert_close(x.double(), expected, rtol=4 * tolerance, atol=1e-30)
+        torch.testing.assert_close(x, twin, rtol=4 * tolerance, atol=1e-30)
+        if math.prod(shape) < 1000:  # sums of a few squares
+            torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=0)
+            torch.testing.assert_close(exact(x), x.double(), rtol=tolerance, atol=0)
+    x = (1 + torch.rand(2, 5, 9, generator=torch.Generator().manual_seed(0))).to(dtype)
+    for exponent in (-126, -100, -3, 1, 60, 125):
+        scaled = (x.double() * 2.0**exponent).to(dtype)
+        assert kernels.normalize(scaled, scaled).equal(kernels.normalize(x.clone(), x.clone()))
+
+
+def normalize_extremes(kernels: Operations, dtype: torch.dtype) -> None:
+    """Magnitudes whose squares leave fp32, parts of a matrix of very different magnitude, and zero.
+
+    Subnormal numbers in fp32 alone: Triton's interpreter misreads those of bf16.
+    """
+    x, tiny = randn(5, 130, 200).double(), 1e-39 if dtype == torch.float32 else 1e-35
+    x *= torch.tensor([1.0, 1e-25, 1e18, tiny, 0.0], dtype=torch.float64)[:, None, None]
+    x[0, 70:] *= 1e-20
+    given = x.to(dtype)
+    result = kernels.normalize(given.clone(), torch.empty_like(given))
+    error = (result.double() - exact(given)).norm(dim=(1, 2))
+    bf16 = 2**-7 if is_interpreted(kernels) else 2**-8
+    assert float(error.max()) <= (1e-6 if dtype == torch.float32 else bf16)
+    assert not result[4].any()
+    single = kernels.normalize(given[2:3].clone(), torch.empty_like(given[2:3]))
+    assert single[0].equal(result[2]), "no matrix knows the others of its batch"
+    for wrong in (math.inf, math.nan):
+        given[1, 100, 100] = wrong
+        assert not kernels.normalize(given.clone(), torch.empty_like(given))[1].isfinite().all()
+        assert kernels.normalize(given.clone(), torch.empty_like(given))[0].equal(result[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extreme_matrices(on: Any, dtype: torch.dtype) -> None:
+    on(normalize_extremes, dtype=dtype)
+
+
+def test_one_entry_and_its_extreme_neighbours(kernels: Operations) -> None:
+    x = torch.zeros(3, 4, 6)
+    x[0, 2, 3], x[1, 1, 1], x[1, 0, 0], x[2, 3, 5] = -1e-44, 3e38, 1e-44, 1.2345
+    kernels.normalize(x, x)
+    assert x[0, 2, 3] == -1.0 and x[1, 1, 1] == 1.0 and x[1, 0, 0] == 0.0 and x[2, 3, 5] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_neither_batches_nor_threads_change_a_bit(kernels: Operations, dtype: torch.dtype) -> None:
+    x = matrices((5, 301, 257), 1e-3, dtype)
+    many, single = x.clone(), x.clone()
+    with threads(2):
+        kernels.normalize(many, many)
+    with threads(1):
+        one_by_one = [kernels.normalize(matrix.clone()[None], torch.empty_like(matrix[None])) for matrix in x]
+        assert kernels.normalize(single, single).equal(torch.cat(one_by_one)), "whatever the batch"
+    if kernels.name != "torch":
+        assert many.equal(single), "PyTorch's own sums depend on the threads"
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_normalized_into_another_dtype(kernels: Operations, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Rounded once, and only by the dtype of the result; a norm that is a power of two rounds nothing."""
+    x, results = matrices((3, 33, 47), 1e-9, dtype), []
+    for norm in (1.0, 16.0):
+        out = torch.full_like(x, torch.nan, dtype=out_dtype)
+        assert kernels.normalize(x.clone(), out, norm) is out
+        rounding = 0.51 * torch.finfo(out_dtype).eps + 2e-6
+        torch.testing.assert_close(out.double(), exact(x, norm), rtol=rounding, atol=1e-6)
+        results.append(out / norm)
+    assert out_dtype == torch.float16 or results[0].equal(results[1])
+
+
 # ---- every operation --------------------------------------------------------------------------------------
-
-
-def operands(numel: int) -> dict[str, Tensor]:
-    tensors = {name: randn(numel, seed=seed) for seed, name in enumerate(("buffer", "grad", "param"))}
-    return tensors | {"rounded": tensors["buffer"].bfloat16(), "out": torch.zeros(numel, dtype=torch.bfloat16)}
-
-
-def step(kernels: Operations, tensors: dict[str, Tensor], start: int = 0) -> None:
-    """One step of each elementwise operation; the element of index 0 in ``tensors`` has index ``start``."""
-    work: Any = Workspace()
-    buffer, grad, param, rounded, out = tensors.values()
-    kernels.advance(buffer, grad, out, 0.95, True, work)
-    kernels.apply_(param, out, 0.1, 0.7, 0.1, False, work)
-    kernels.advance_rounded(rounded, grad, out, 0.95, True, key_of("w", 7), start, work)
-    kernels.apply_(param, out, 0.1, 0.7, 0.0, False, work)
-    kernels.apply_(param, out, 0.1, 0.7, 0.3, True, work)
 
 
 def assert_twins(kernels: Operations, tensors: dict[str, Tensor]) -> None:
@@ -232,6 +312,14 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
     assert not module.apply_(narrow, narrow, 0.1, 1.0, 0.1, False)
     for x in (wide.view(2, 4, 8).mT, wide.double().view(2, 4, 8)):
         assert not module.normalize(x, x, 1.0)
+    codes, magnitudes = torch.ones(64, dtype=torch.int8), torch.ones(1)
+    for wrong in (wide.double(), wide[:63], torch.cat([wide, wide])[::2]):
+        assert not module.advance_codes(codes, magnitudes, wrong, None, 0.9, True, (1, 2), 0)
+        assert not module.advance_codes(codes, magnitudes, wide, wrong, 0.9, True, (1, 2), 0)
+        assert not module.look_ahead(codes, magnitudes, 0, wrong, wide, 64, 64, 0.9, True)
+    assert not module.advance_codes(codes.int(), magnitudes, wide, None, 0.9, True, (1, 2), 0)
+    assert not module.advance_codes(codes, magnitudes.double(), wide, None, 0.9, True, (1, 2), 0)
+    assert codes.eq(1).all()
     for name in ("buffer", "param"):
         tensors = operands(64)
         tensors[name] = torch.cat([tensors[name], tensors[name]])[::2]
@@ -239,16 +327,10 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
 
 
 def step_in_slices(kernels: Operations) -> None:
-    numel, cuts = 100_003, (0, 1, 14, 77, 130, 1000, 40_001)
     if is_interpreted(kernels):
-        numel, cuts = 6000, (0, 1, 78, 2500)
-    whole, sliced = operands(numel), operands(numel)
-    with threads(2):
-        step(kernels, whole)
-    with threads(1):
-        for start, stop in itertools.pairwise((*cuts, numel)):
-            step(kernels, {name: tensor[start:stop] for name, tensor in sliced.items()}, start)
-    assert [name for name, tensor in whole.items() if not tensor.equal(sliced[name])] == []
+        check_slices(kernels, 6000, (0, 1, 78, 2500))
+    else:
+        check_slices(kernels, 100_003, (0, 1, 14, 77, 130, 1000, 40_001))
 
 
 def test_neither_slices_nor_threads_change_a_bit(on: Any) -> None:

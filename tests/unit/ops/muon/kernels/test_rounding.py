@@ -4,11 +4,13 @@
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.muon.kernels.codes import BLOCK, decode, encode
 from deepspeed.muon.kernels.rounding import key_of, noise, round_
 
 MAX = torch.finfo(torch.bfloat16).max
@@ -46,31 +48,15 @@ def samples() -> Tensor:
 
 
 def test_the_mean_over_all_noise_is_exact() -> None:
-    """Every one of the 2^16 numbers once: the mean is the value itself."""
+    """Every one of the 2^16 numbers once: a neighbour each time, and in the mean the value itself."""
     random = torch.arange(2**16, dtype=INT)
-    for value in (1.0 + 3 * 2**-20, -0.3, 1e-40, 3.0e38, 1.0):
-        source = torch.full((2**16,), value)
-        assert rounded(source, random).double().mean().item() == pytest.approx(source[0].item(), rel=1e-15)
-
-
-def test_the_mean_over_many_keys_is_the_value() -> None:
-    """Within 6 standard errors for each value, and within 4 for all together."""
-    source, count = samples(), 1000
-    below, above = neighbours(source)
-    total = torch.zeros_like(below)
-    for step in range(count):
-        result = rounded(source, bits(source.numel(), step=step)).double()
-        assert bool(((result == below) | (result == above)).all()), "never more than one unit away"
-        total += result
-    is_exact = below == above
-    assert is_exact.sum() >= 128
-    assert (total / count)[is_exact].equal(source.double()[is_exact])
-    width = (above - below)[~is_exact]
-    share = (source.double() - below)[~is_exact] / width
-    error = (total / count - source.double())[~is_exact] / width
-    deviation = (share * (1 - share) / count).sqrt()
-    assert float((error / deviation).abs().max()) <= 6
-    assert float(error.sum().abs()) <= 4 * float(deviation.square().sum().sqrt())
+    some = torch.cat([samples()[::67], torch.tensor([1.0 + 3 * 2**-20, -0.3, 1e-40, 3.0e38, 1.0])])
+    below, above = neighbours(some)
+    assert 3 <= (below == above).sum() < 10, "some are in bf16"
+    for value, towards, away in zip(some, below, above, strict=True):
+        found = rounded(value.expand(2**16), random).double()
+        assert bool(((found == towards) | (found == away)).all()), "never more than one unit away"
+        assert found.mean().item() == pytest.approx(value.item(), rel=1e-12)
 
 
 def test_values_at_the_ends() -> None:
@@ -99,14 +85,6 @@ def test_not_a_number_stays_so(pattern: int) -> None:
 
 
 # ---- the bits ---------------------------------------------------------------------------------------------
-
-
-def test_the_bits_depend_on_name_step_and_element_alone() -> None:
-    whole = bits(1000)
-    assert whole.equal(bits(1000))
-    assert whole[300:500].equal(bits(200, first=300))
-    for other in (bits(1000, step=2), bits(1000, name="v"), bits(1000, first=1)):
-        assert (whole == other).sum() < 5
 
 
 def mixed(name: str, step: int, element: int) -> int:
@@ -148,33 +126,36 @@ def test_the_bits_are_uniform_and_uncorrelated() -> None:
         assert abs(float((centred * other).sum())) <= 5 * count**0.5, step
 
 
-def test_the_global_generator_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    rounded(samples(), bits(samples().numel()))
-    assert torch.get_rng_state().equal(before)
-
-
 # ---- a momentum of 0.95 -------------------------------------------------------------------------------------
 
 
-def to_nearest(source: Tensor, step: int) -> Tensor:
-    return source.bfloat16()
+def rounded_to_bf16(values: Tensor, step: int, to_nearest: bool) -> Tensor:
+    return values.bfloat16() if to_nearest else rounded(values, bits(values.numel(), step=step))
 
 
-def stochastically(source: Tensor, step: int) -> Tensor:
-    return rounded(source, bits(source.numel(), step=step))
+def rounded_to_int8(values: Tensor, step: int, to_nearest: bool) -> Tensor:
+    uniform: Any = 0.5 if to_nearest else (bits(values.numel(), step=step) | 1) / 2**16
+    codes, absmax = torch.empty(values.numel(), dtype=torch.int8), torch.empty(values.numel() // BLOCK)
+    encode(values.clone(), codes, absmax, uniform)
+    return decode(codes, absmax, 0, torch.empty_like(values)).clone()
 
 
-def shortfall(rounding: Callable[[Tensor, int], Tensor], steps: int = 400) -> float:
-    """How far from a steady gradient its average stays, as the mean over 4096 elements of 1 to 2, relative."""
-    gradient = 1 + torch.rand(4096, generator=torch.Generator().manual_seed(1))
-    buffer = torch.zeros_like(gradient, dtype=torch.bfloat16)
-    for step in range(steps):
-        buffer = rounding(buffer.float().lerp_(gradient, 0.05), step)
-    return abs(float((buffer.double() / gradient - 1).mean()))
+@pytest.mark.parametrize(
+    ("rounding", "at_random", "nearest"), [(rounded_to_bf16, 5e-4, 0.03), (rounded_to_int8, 1e-3, 0.25)]
+)
+def test_a_large_decay_does_not_stall(rounding: Callable[..., Tensor], at_random: float, nearest: float) -> None:
+    """How far from a steady gradient its average stays, relative, as the mean over elements and the later steps.
 
-
-def test_a_large_decay_does_not_stall() -> None:
-    """One unit in the last place is 0.4 to 0.8 %: 5 % of what is missing must exceed half of that to move nearest."""
-    assert shortfall(stochastically) <= 5e-4
-    assert shortfall(to_nearest) >= 0.03
+    One unit in the last place of bf16 is 0.4 to 0.8 %: 5 % of what is missing must exceed half of that to move nearest.
+    In int8, where each block has an element four times as large as the others, up to 10 of the 127 units are lost.
+    """
+    gradient = 0.2 + 0.1 * torch.rand(32, BLOCK, generator=torch.Generator().manual_seed(1))
+    gradient[:, 0] = 1.0
+    shortfalls = []
+    for to_nearest in (False, True):
+        average, total = (gradient * (gradient == 1.0)).view(-1), torch.zeros(32, BLOCK, dtype=torch.float64)
+        for step in range(400):
+            average = rounding(average.float().lerp_(gradient.view(-1), 0.05), step, to_nearest)
+            total += average.view(32, BLOCK) if step >= 200 else 0
+        shortfalls.append(abs(float((total / 200 / gradient - 1)[:, 1:].mean())))
+    assert shortfalls[0] <= at_random and shortfalls[1] >= nearest

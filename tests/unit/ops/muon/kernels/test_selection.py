@@ -2,20 +2,24 @@
 """Which table of operations a run has: the best that every rank has for its devices, and the reasons in the log."""
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import native, quack, reference, selection, triton_table
+from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.zero.bind import _judge_kernels
 from helpers.distributed import run
+from helpers.logs import logged
 from helpers.models import MODELS, train_engine
 from helpers.training import PARAMS, ds_config, make_engine
 
 Fakes = Callable[..., None]
+needs_compiler = pytest.mark.skipif(not MuonBuilder().is_compatible(), reason="no C++ compiler, or torch before 2.6")
 
 
 @pytest.fixture
@@ -54,14 +58,10 @@ def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing:
     fakes(**missing)
     found = selection.unavailable_kernels("auto", kinds)
     assert selection.summary(selection.choose(found), found) == text
-
-
-def test_plain_operations_where_they_are_asked_for(fakes: Fakes) -> None:
-    fakes()
-    found = selection.unavailable_kernels("torch", ["cpu", "cuda"])
-    assert selection.choose(found) is reference.OPERATIONS
+    plain = selection.unavailable_kernels("torch", kinds)
     reason = 'optimizer.params.kernels is "torch"'
-    assert selection.summary(reference.OPERATIONS, found) == f"torch (cpu: {reason}; cuda: {reason})"
+    assert selection.choose(plain) is reference.OPERATIONS
+    assert selection.summary(reference.OPERATIONS, plain) == f"torch ({'; '.join(f'{k}: {reason}' for k in kinds)})"
 
 
 RANKS = [
@@ -82,45 +82,31 @@ def test_what_one_rank_lacks_no_rank_has(fakes: Fakes, ranks: list[dict[str, str
 
 
 def chosen(without: int | None) -> tuple[str, list[str]]:
-    """The table of an engine's optimizer, and the lines of log that name it, where CPUs are taken for GPUs."""
-    import torch.distributed
-
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger, rank = logging.getLogger("deepspeed.muon"), torch.distributed.get_rank()
-    patches: list[tuple[Any, str, Any]] = [
-        (selection, "_reason", lambda kind: "triton is not installed" if rank == without else None),
-        (selection.quack, "unavailable", lambda: ABSENT),
-        (triton_table, "operations", lambda other: dataclasses.replace(other, name=f"triton + {other.name}")),
-        (native, "operations", lambda: reference.OPERATIONS),
-    ]
-    kept = [(where, name, getattr(where, name)) for where, name, _ in patches]
-    unavailable, level = selection.unavailable_kernels, logger.level
-    patches.append((selection, "unavailable_kernels", lambda asked, kinds: unavailable(asked, ["cuda"])))
-    kept.append((selection, "unavailable_kernels", unavailable))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        for patch in patches:
-            setattr(*patch)
+    """The table of an engine's optimizer after a step, and the lines of log that name it; a rank may lack C++."""
+    with pytest.MonkeyPatch.context() as patch, logged() as lines:
+        if torch.distributed.get_rank() == without:
+            patch.setattr(native, "unavailable", lambda: "no compiler")
         engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
         train_engine(engine, 1)
         name = engine.basic_optimizer.context.kernels.name
         engine.destroy()
-    finally:
-        for patch in kept:
-            setattr(*patch)
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     return name, [line.partition("kernels: ")[2] for line in lines if "kernels: " in line]
 
 
+@needs_compiler
 def test_all_ranks_of_an_engine_have_one_table() -> None:
-    for without, name, reason in (
-        (None, "triton + torch", f"quack: rank 0: {ABSENT}"),
-        (1, "torch", "cuda: rank 1: triton is not installed"),
-    ):
+    for without, name, line in ((None, "C++", "C++"), (1, "torch", "torch (cpu: rank 1: no compiler); ")):
         (first, lines), (second, _) = run(chosen, 2, without=without)
-        assert first == second == name
-        assert len(lines) == 1 and lines[0].startswith(f"{name} ({reason}); "), lines
+        assert first == second and first.startswith(name)
+        assert len(lines) == 1 and lines[0].startswith(line), lines
+
+
+@needs_compiler
+@pytest.mark.parametrize(("asked", "name"), [("auto", "C++"), ("torch", "torch")])
+def test_the_choice_without_an_engine(asked: str, name: str) -> None:
+    net: Any = MODELS["mlp"]()
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS, kernels=asked)
+    assert optimizer.context.kernels is reference.OPERATIONS, "nothing is built before the first step"
+    net(*net.batch(0)).backward()
+    optimizer.step()
+    assert optimizer.context.kernels.name.startswith(name)

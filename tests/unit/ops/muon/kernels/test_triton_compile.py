@@ -46,10 +46,11 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> tuple[Any, str, str]:
-    """A kernel for Hopper as production has it: itself, its resources and its code."""
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> tuple[Any, Any, str]:
+    """A kernel for Hopper as production has it: itself, its registers and bytes of stack, and its code."""
     found = build(kernel, types, constants, HOPPER, **options)
-    return found, *(dump(found.asm["cubin"], option) for option in ("-res-usage", "-sass"))
+    report, code = (dump(found.asm["cubin"], option) for option in ("-res-usage", "-sass"))
+    return found, {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", report)}, code
 
 
 def build(
@@ -78,11 +79,6 @@ def dump(cubin: bytes, option: str) -> str:
     file.write_bytes(cubin)
     done = subprocess.run([str(tool), option, str(file)], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout
-
-
-def resources(report: str) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, to which registers would spill."""
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", report)}
 
 
 ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
@@ -116,91 +112,70 @@ ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
 ]
 
 
-def quick_if(condition: bool, *values: Any) -> Any:
-    """A case of `make test` if the condition holds, else of `make test-full`."""
-    return pytest.param(*values, marks=() if condition else pytest.mark.full)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("name", "types", "constants"),
-    [quick_if(case[1].get("out_ptr") != "*fp16" and "*bf16" in case[1].values(), *case) for case in ELEMENTWISE],
-    ids=lambda value: str(value),
-)
-def test_elementwise(name: str, types: dict[str, str], constants: dict[str, Any]) -> None:
-    """Sixteen bytes at a time, and nothing spilled."""
-    _, report, code = compiled(getattr(elementwise, name), types, constants)
-    assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
-    if name != "norm_kernel":
-        assert re.search(r"LDG\S*\.128", code) and not re.search(r"LDG\S*\.(U16|U8)", code)
-
-
 RUNS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
-    ("advance_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*fp32", "out_ptr": "*bf16"}, {"NESTEROV": True}),
-    ("advance_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp32"}, {"NESTEROV": False}),
-    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {"CAUTIOUS": False}),
-    ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, {"CAUTIOUS": True}),
-]
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize(("name", "types", "constants"), RUNS, ids=lambda value: str(value))
-def test_many_runs(name: str, types: dict[str, str], constants: dict[str, Any], aligned: bool) -> None:
-    """Sixteen bytes at a time where the runs allow it, and nothing spilled."""
-    types, constants = types | {"tiles_ptr": "*i64"}, constants | BLOCK | {"ALIGNED": aligned}
-    _, report, code = compiled(getattr(elementwise, name), types, constants)
-    assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
-    assert bool(re.search(r"LDG\S*\.128", code)) == aligned
-    assert not aligned or not re.search(r"LDG\S*\.(U16|U8)", code)
-
-
-@pytest.mark.parametrize("arch", [quick_if(arch == "gfx942", arch) for arch in AMD])
-def test_elementwise_on_amd(arch: str) -> None:
-    """Every kernel compiles; an element is loaded and stored together with its neighbours."""
-    seen: set[str] = set()
-    for name, types, constants in ELEMENTWISE:
-        if name not in seen:
-            code = build(getattr(elementwise, name), types, constants, ("hip", arch, AMD[arch])).asm["amdgcn"]
-            assert name == "norm_kernel" or re.search(r"global_load_(dwordx[24]|b(64|128))", code)
-        seen.add(name)
-
-
-PASSES: list[tuple[str, dict[str, Any]]] = [
-    ("complete_kernel", {}),
-    ("scale_kernel", {"TALL": True}),
-    ("scale_kernel", {"TALL": False}),
-]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "constants"), PASSES, ids=lambda value: str(value))
-def test_passes_over_a_product(name: str, constants: dict[str, Any]) -> None:
-    """Sixteen bytes at a time, and nothing spilled."""
-    kernel = getattr(products, name)
-    types = {pointer: "*bf16" for pointer in kernel.arg_names if pointer in ("a_ptr", "b_ptr", "x_ptr", "out_ptr")}
-    _, report, code = compiled(kernel, types, constants | {"BLOCK": products.PASS_BLOCK})
-    assert resources(report)["STACK"] == 0 and resources(report)["REG"] <= 128
-    assert re.search(r"LDG\S*\.128", code) and re.search(r"STG\S*\.128", code)
-    assert not re.search(r"LDG\S*\.(U16|U8)", code)
-
-
-SYMMETRIC = [
-    pytest.param(kind, config, tall, product, id=f"{kind}-{index}-{'tall' if tall else 'wide'}-{name}")
-    for index, config in enumerate(products.CONFIGS)
-    for kind, tall, product, name in (
-        ("bf16", False, True, "product"),
-        ("bf16", True, False, "square"),
-        ("bf16", False, False, "square"),
-        ("fp16", False, True, "product"),
+    (name, types | {"tiles_ptr": "*i64"}, {choice: value, "ALIGNED": aligned} | BLOCK)
+    for aligned in (True, False)
+    for name, types, choice, value in (
+        ("advance_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*fp32", "out_ptr": "*bf16"}, "NESTEROV", True),
+        ("advance_kernel", {"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp32"}, "NESTEROV", False),
+        ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, "CAUTIOUS", False),
+        ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, "CAUTIOUS", True),
     )
 ]
-QUICK = {"bf16-2-wide-product", "bf16-0-tall-square"}
+BF16 = dict.fromkeys(("a_ptr", "b_ptr", "x_ptr", "out_ptr"), "*bf16")
+PASSES: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+    ("complete_kernel", BF16, {"BLOCK": products.PASS_BLOCK}),
+    ("scale_kernel", BF16, {"BLOCK": products.PASS_BLOCK, "TALL": True}),
+    ("scale_kernel", BF16, {"BLOCK": products.PASS_BLOCK, "TALL": False}),
+]
+QUICK = [ELEMENTWISE[1], ELEMENTWISE[6], ELEMENTWISE[8], RUNS[0], RUNS[5], PASSES[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "constants"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in (*ELEMENTWISE, *RUNS, *PASSES)],
+    ids=str,
+)
+def test_passes_over_elements(name: str, types: dict[str, str], constants: dict[str, Any]) -> None:
+    """Sixteen bytes at a time where runs are aligned, and nothing spilled."""
+    _, used, code = compiled(getattr(elementwise, name, None) or getattr(products, name), types, constants)
+    assert used["STACK"] == 0 and used["REG"] <= 128
+    is_wide = "tiles_ptr" not in types or constants["ALIGNED"]
+    if name != "norm_kernel":
+        assert bool(re.search(r"LDG\S*\.128", code)) == is_wide
+        assert not is_wide or not re.search(r"LDG\S*\.(U16|U8)", code)
+    assert types is not BF16 or re.search(r"STG\S*\.128", code)
+
+
+@pytest.mark.parametrize(
+    "arch", [arch if arch == "gfx942" else pytest.param(arch, marks=pytest.mark.full) for arch in AMD]
+)
+def test_elementwise_on_amd(arch: str) -> None:
+    """Every kernel compiles; an element is loaded and stored together with its neighbours."""
+    for name, types, constants in {case[0]: case for case in reversed(ELEMENTWISE)}.values():
+        code = build(getattr(elementwise, name), types, constants, ("hip", arch, AMD[arch])).asm["amdgcn"]
+        assert name == "norm_kernel" or re.search(r"global_load_(dwordx[24]|b(64|128))", code)
+
+
+SYMMETRIC = {
+    f"{kind}-{index}-{'tall' if tall else 'wide'}-{'product' if product else 'square'}": (kind, config, tall, product)
+    for index, config in enumerate(products.CONFIGS)
+    for kind, tall, product in (
+        ("bf16", False, True),
+        ("bf16", True, False),
+        ("bf16", False, False),
+        ("fp16", False, True),
+    )
+}
+QUICK_ONES = ("bf16-2-wide-product", "bf16-0-tall-square")
 
 
 @pytest.mark.parametrize(
     ("kind", "config", "tall", "product"),
-    [p if p.id in QUICK else pytest.param(*p.values, id=p.id, marks=pytest.mark.full) for p in SYMMETRIC],
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK_ONES else pytest.mark.full)
+        for name, case in SYMMETRIC.items()
+    ],
 )
 def test_symmetric_products(kind: str, config: Any, tall: bool, product: bool, record_property: Any) -> None:
     """On Hopper's matrix units, fed by asynchronous copies of sixteen bytes, within a block's memory.
@@ -210,8 +185,7 @@ def test_symmetric_products(kind: str, config: Any, tall: bool, product: bool, r
     constants = {"DIAGONALS": product, "GROUP": products.GROUP, **config.kwargs, "across" if tall else "along": 1}
     types = dict.fromkeys(("a_ptr", "b_ptr", "out_ptr"), f"*{kind}")
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    found, report, code = compiled(products.symmetric_kernel, types, constants, **options)
-    used = resources(report)
+    found, used, code = compiled(products.symmetric_kernel, types, constants, **options)
     assert used["STACK"] <= (384 if product else 0) and found.metadata.shared <= SHARED_BYTES
     sums = [i for i, line in enumerate(code.splitlines()) if "HGMMA" in line]
     assert sums and not re.search(r"STL|LDL", "\n".join(code.splitlines()[sums[0] : sums[-1]]))

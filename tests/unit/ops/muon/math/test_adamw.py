@@ -1,75 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auxiliary AdamW where torch has no fused kernel."""
-
-from typing import Any
+"""The auxiliary AdamW against its formulas, with torch's fused kernel and where there is none."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from deepspeed.muon.math import adamw
 
 GROUP = {"betas": (0.9, 0.95), "lr": 0.1, "weight_decay": 0.1, "eps": 1e-8}
 
 
-def train(decoupled: bool) -> list[Tensor]:
-    """Weights and state after three steps, in fp64."""
-    generator = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 7), (3,))]
-    states: list[dict[str, Any]] = [adamw.state_of({}, tensor) for tensor in tensors]
-    for _ in range(3):
-        for tensor in tensors:
-            tensor.grad = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        adamw.step(tensors, states, GROUP, decoupled)
-    return [*tensors, *(state[key] for state in states for key in ("exp_avg", "exp_avg_sq", "step"))]
-
-
+@pytest.mark.parametrize("is_corrected", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_without_a_fused_kernel_foreach_does_the_same(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = train(decoupled)
-    monkeypatch.setattr(adamw, "has_fused_kernel", lambda device_type: False)
-    monkeypatch.setattr(torch, "_fused_adam_", None)
-    monkeypatch.setattr(torch, "_fused_adamw_", None)
-    for found, expected in zip(train(decoupled), fused, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+def test_three_steps_are_those_of_the_formulas(
+    decoupled: bool, fused: bool, is_corrected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adamw, "has_fused_kernel", lambda device_type: fused)
+    for name in ("_fused_adam_", "_fused_adamw_") if not fused else ():
+        monkeypatch.setattr(torch, name, None)
+    group = GROUP | ({} if is_corrected else {"bias_correction": False})
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((5, 7), (3,))]
+    states, expected = [adamw.state_of({}, tensor) for tensor in tensors], [tensor.clone() for tensor in tensors]
+    means, squares = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
+    updates = [torch.empty(0)] * 2
+    for step in range(1, 4):
+        for tensor in tensors:
+            tensor.grad = torch.randn_like(tensor)
+        adamw.step(tensors, states, group, decoupled)
+        for i, tensor in enumerate(tensors):
+            grad = tensor.grad if decoupled else tensor.grad + 0.1 * expected[i]
+            means[i], squares[i] = 0.9 * means[i] + 0.1 * grad, 0.95 * squares[i] + 0.05 * grad**2
+            mean, square = (1 - 0.9**step, 1 - 0.95**step) if is_corrected else (1.0, 1.0)
+            updates[i] = means[i] / mean / ((squares[i] / square).sqrt() + 1e-8)
+            expected[i] = expected[i] * (1 - 0.1 * 0.1 * decoupled) - 0.1 * updates[i]
+    torch.testing.assert_close(tensors, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([state["exp_avg"] for state in states], means, rtol=1e-10, atol=1e-15)
+    for state, tensor, update in zip(states, tensors, updates, strict=True):
+        assert state["step"] == 3
+        found = adamw.update_squares(state, group, 0, tensor.numel())
+        torch.testing.assert_close(found.double(), update.square().sum(), rtol=1e-5, atol=0)
 
 
 def test_one_device_without_the_kernel_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every torch has it for a CPU, none for XLA, whose tensors are not computed eagerly."""
+    assert adamw.has_fused_kernel("cpu") and not adamw.has_fused_kernel("xla")
     chosen = []
     monkeypatch.setattr(adamw, "adamw", lambda *args, **settings: chosen.append(settings))
     monkeypatch.setattr(adamw, "has_fused_kernel", lambda device_type: device_type == "cpu")
     for devices in (("cpu", "cpu"), ("cpu", "meta")):
         tensors = [torch.zeros(2, device=device) for device in devices]
         adamw.step(tensors, [adamw.state_of({}, tensor) for tensor in tensors], GROUP, True)
-    assert chosen[0]["fused"] and "foreach" not in chosen[0]
-    assert chosen[1]["foreach"] and "fused" not in chosen[1]
-
-
-def test_torch_is_asked_for_the_kernel() -> None:
-    """Every torch has it for a CPU, none for XLA, whose tensors are not computed eagerly."""
-    assert adamw.has_fused_kernel("cpu") and not adamw.has_fused_kernel("xla")
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_without_bias_correction(decoupled: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the formulas, and with the same count of steps."""
-    monkeypatch.setattr(adamw, "has_fused_kernel", lambda device_type: fused)
-    group = GROUP | {"bias_correction": False}
-    generator = torch.Generator().manual_seed(1)
-    tensor = torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    state, expected = adamw.state_of({}, tensor), tensor.clone()
-    mean, square = torch.zeros_like(tensor), torch.zeros_like(tensor)
-    for _ in range(3):
-        tensor.grad = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        adamw.step([tensor], [state], group, decoupled)
-        grad = tensor.grad if decoupled else tensor.grad + 0.1 * expected
-        expected = expected * (1 - 0.1 * 0.1) if decoupled else expected
-        mean, square = 0.9 * mean + 0.1 * grad, 0.95 * square + 0.05 * grad**2
-        update = mean / (square.sqrt() + 1e-8)
-        expected = expected - 0.1 * update
-    torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(state["exp_avg"], mean, rtol=1e-10, atol=0)
-    assert state["step"] == 3
-    squares = adamw.update_squares(state, group, 0, tensor.numel())
-    torch.testing.assert_close(squares.double(), update.square().sum(), rtol=1e-5, atol=0)
+    assert [("fused" in settings, "foreach" in settings) for settings in chosen] == [(True, False), (False, True)]

@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from deepspeed.muon.math.coefficients import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule, segments
+from helpers.singular_values import image
 
 PUBLISHED_YOU = (
     (4.0848, -6.8946, 2.9270),
@@ -21,8 +21,6 @@ PUBLISHED_POLAR_EXPRESS = (
     (3.285754, -2.368129, 0.464490),
     (2.346541, -1.709783, 0.423236),
 )
-
-
 PUBLISHED_CUBIC5 = (
     (3.3656576, -3.3420992, 0.0),
     (2.5744352, -1.4957376, 0.0),
@@ -34,48 +32,27 @@ PUBLISHED_CUBIC5 = (
 SAFER = {"polar_express": PUBLISHED_POLAR_EXPRESS, "cubic5": PUBLISHED_CUBIC5}
 
 
-def apply_to_values(triples: Schedule, values: Tensor) -> Tensor:
-    """The image of singular values under all steps."""
-    for a, b, c in triples:
-        values = a * values + b * values**3 + c * values**5
-    return values
-
-
 def test_simple_is_torchs() -> None:
     from torch.optim import Muon
 
     default = Muon([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
     assert default["ns_coefficients"] == SIMPLE
-    assert default["ns_steps"] == DEFAULT_STEPS
+    assert default["ns_steps"] == DEFAULT_STEPS == 5
 
 
-def test_you_is_the_published_schedule() -> None:
+def test_others_are_the_published_schedules() -> None:
     assert NAMED["you"] == PUBLISHED_YOU
-
-
-@pytest.mark.parametrize("steps", [1, 2, 5, 7])
-def test_a_single_triple_is_repeated(steps: int) -> None:
-    assert schedule("simple", steps) == (SIMPLE,) * steps
-    assert schedule(((1.5, -0.5, 0.0),), steps) == ((1.5, -0.5, 0.0),) * steps
-
-
-@pytest.mark.parametrize("coefficients", ["simple", ((1.5, -0.5, 0.0),)])
-def test_a_single_triple_takes_five_steps_by_default(coefficients: str | Schedule) -> None:
-    assert len(schedule(coefficients)) == DEFAULT_STEPS == 5
-
-
-def test_deepseek_v4_is_eight_steps_of_simple_and_two_that_converge() -> None:
     assert NAMED["deepseek_v4"] == (SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2
-    assert schedule("deepseek_v4") == schedule("deepseek_v4", 10) == NAMED["deepseek_v4"]
 
 
-@pytest.mark.parametrize("name", ["you", "polar_express", "cubic5"])
-def test_a_schedule_fixes_the_number_of_steps(name: str) -> None:
-    assert schedule(name) == schedule(name, 5) == NAMED[name]
-    assert len(set(schedule(name))) == 5, "every step has its own triple"
-
-
-def test_given_triples_become_floats() -> None:
+def test_a_single_triple_is_repeated_and_a_schedule_fixes_the_number_of_steps() -> None:
+    for single in (SIMPLE, (1.5, -0.5, 0.0)):
+        for steps in (1, 2, 5, 7):
+            assert schedule((single,), steps) == (single,) * steps
+        assert schedule((single,)) == (single,) * DEFAULT_STEPS
+    assert schedule("simple", 7) == (SIMPLE,) * 7 and schedule("simple") == (SIMPLE,) * DEFAULT_STEPS
+    for name, triples in NAMED.items():
+        assert name == "simple" or schedule(name) == schedule(name, len(triples)) == triples
     triples = schedule([[3, -4, 2], [2, -1, 0]])
     assert triples == ((3.0, -4.0, 2.0), (2.0, -1.0, 0.0))
     assert all(type(value) is float for triple in triples for value in triple)
@@ -97,28 +74,20 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_singular_values_come_near_one(name: str) -> None:
-    """The input has Frobenius norm one, so its singular values are at most one."""
-    values = apply_to_values(schedule(name), torch.linspace(0.01, 1, 10_001, dtype=torch.float64))
-    assert values.min() > 0.3
-    assert values.max() < 1.3
-
-
-@pytest.mark.parametrize("name", NAMED)
 def test_small_values_grow_and_none_leaves_the_range(name: str) -> None:
     """Below 0.01 values do not reach one, but stay positive and never overshoot; rounding may exceed one a little."""
-    values = apply_to_values(schedule(name), torch.logspace(-6, 0.004, 10_001, dtype=torch.float64))
+    values = image(torch.logspace(-6, 0.004, 10_001, dtype=torch.float64), schedule(name))
     assert values.min() > 0
     assert values.max() < 1.3
-    slope = apply_to_values(schedule(name), torch.tensor(1e-9, dtype=torch.float64)) / 1e-9
+    slope = image(torch.tensor(1e-9, dtype=torch.float64), schedule(name)) / 1e-9
     assert slope > (100 if name == "cubic5" else 300)
 
 
 @pytest.mark.parametrize("name", SAFER)
 def test_the_input_of_some_is_treated_as_if_divided_by_a_safety_factor(name: str) -> None:
     values, published = torch.linspace(0, 1, 1001, dtype=torch.float64), SAFER[name]
-    expected = apply_to_values(published, values / 1.02)
-    torch.testing.assert_close(apply_to_values(NAMED[name], values), expected, rtol=1e-12, atol=1e-12)
+    expected = image(values / 1.02, published)
+    torch.testing.assert_close(image(values, NAMED[name]), expected, rtol=1e-12, atol=1e-12)
     assert NAMED[name][1:] == published[1:]
     assert NAMED[name][0][0] == pytest.approx(published[0][0] / 1.02, rel=1e-12)
 
@@ -130,12 +99,12 @@ def test_the_input_of_some_is_treated_as_if_divided_by_a_safety_factor(name: str
         ("you", 0.97, 1.04),
         ("polar_express", 0.858, 1.142),
         ("deepseek_v4", 0.999, 1.001),
-        ("cubic5", 0.774, 1.301),
+        ("cubic5", 0.774, 1.3),
     ],
 )
-def test_bounds_of_each_schedule(name: str, low: float, high: float) -> None:
-    """The narrow band of each on [0.01, 1]."""
-    values = apply_to_values(schedule(name), torch.linspace(0.01, 1, 10_001, dtype=torch.float64))
+def test_singular_values_come_near_one(name: str, low: float, high: float) -> None:
+    """On [0.01, 1]: the input has Frobenius norm one, so its singular values are at most one."""
+    values = image(torch.linspace(0.01, 1, 10_001, dtype=torch.float64), schedule(name))
     assert low < values.min()
     assert values.max() < high
 

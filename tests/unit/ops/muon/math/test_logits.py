@@ -76,15 +76,6 @@ def test_the_largest_logit_is_that_of_all_pairs(case: str, chunk: int, monkeypat
     assert (bound >= exact).all() and torch.allclose(bound, expected(settings, product=norms), atol=1e-5)
 
 
-def test_the_bound_is_reached_by_parallel_vectors() -> None:
-    keys = torch.zeros(1, 1, 3, 5)
-    keys[..., 0, :], keys[..., 2, :] = QUERY[0, 0, 0], 2 * QUERY[0, 0, 1]
-    query = QUERY[:1, :1, :2]
-    assert torch.allclose(
-        largest(query[:, :, 1:], keys, 1.0, Visible(), "bound"), largest(query[:, :, 1:], keys, 1.0, Visible())
-    )
-
-
 def test_a_logit_beyond_fp16_is_finite_there() -> None:
     query, key = (300 * torch.ones(1, 1, 1, 2, dtype=torch.float16) for _ in range(2))
     assert largest(query, key, 1.0, Visible()).item() == 180000.0

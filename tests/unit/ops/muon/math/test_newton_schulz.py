@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz against the map that it makes of singular values."""
+"""Newton-Schulz against the map that it makes of singular values, after division by the norm or after AOL's scaling."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -14,52 +15,54 @@ from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, NORM, orthogonalize
 from helpers.kernels import native_bf16
-from helpers.singular_values import SCHEDULES, SHAPES, VARIED, generator, quick_reference, reference, relative_error
+from helpers.singular_values import SCHEDULES, SHAPES, generator, reference, relative_error
 
-# ---- fp32: the definition -------------------------------------------------------------------------------
+FASTEST = choose(unavailable_kernels("auto", ["cpu"]))
+KERNELS = {table.name: table for table in (OPERATIONS, FASTEST)}
+NORMALIZATIONS = ("frobenius", "aol")
+every_table = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
+
+# ---- the definition -------------------------------------------------------------------------------------
 
 
+@every_table
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("method", METHODS)
-def test_fp32_is_the_polynomial_of_singular_values(method: str, shape: tuple[int, int, int], name: str) -> None:
-    x = torch.randn(shape, generator=generator(0))
-    result = orthogonalize(x.clone(), SCHEDULES[name], method)
-    for i, expected in enumerate(reference(x, SCHEDULES[name])):
-        assert relative_error(result[i], expected) < 1e-4
+def test_fp32_is_the_polynomial_of_singular_values(
+    method: str, name: str, normalization: str, kernels: Operations
+) -> None:
+    """Of rows of unequal size, so that one normalization is not the other."""
+    for shape in SHAPES.values():
+        x = torch.randn(shape, generator=generator(0)) * torch.logspace(-1, 1, shape[1])[:, None]
+        result = orthogonalize(x.clone(), SCHEDULES[name], method, kernels=kernels, normalization=normalization)
+        for found, expected in zip(result, reference(x, SCHEDULES[name], normalization), strict=True):
+            assert relative_error(found, expected) < 1e-4, shape
 
 
-@pytest.mark.parametrize("shape", [(30, 100), (100, 30), (40, 40)])
-def test_the_two_references_agree(shape: tuple[int, int]) -> None:
-    x = torch.randn(shape, generator=generator(0))
-    assert relative_error(quick_reference(x, VARIED), reference(x, VARIED)) < 1e-12
+SIDES = (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65)
+#: Of the norm of the result. Singular values near zero move most in 16 bits; in a larger matrix few are.
+BOUNDS = {"fp32": 1e-4, "fp16": 0.03, "bf16": 0.2}
+OF_A_LARGER_ONE = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 0.03}
 
 
+@every_table
 @pytest.mark.parametrize("method", METHODS)
-def test_a_larger_matrix_in_fp32(method: str) -> None:
-    x = torch.randn(1, 128, 384, generator=generator(0))
-    assert (
-        relative_error(orthogonalize(x.clone(), schedule("simple"), method)[0], reference(x[0], (SIMPLE,) * 5)) < 1e-4
-    )
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("shape", [(1, 16, 48), (1, 48, 16), (1, 24, 24)])
-def test_many_steps_give_an_orthogonal_matrix(shape: tuple[int, int, int], method: str) -> None:
-    """(1.875, -1.25, 0.375) converges to exactly one, unlike the fast schedules."""
-    x = torch.randn(shape, generator=generator(0))
-    y = orthogonalize(x, ((1.875, -1.25, 0.375),) * 20, method)[0].double()
-    gram = y @ y.mT if shape[1] <= shape[2] else y.mT @ y
-    torch.testing.assert_close(gram, torch.eye(16 if shape[1] != 24 else 24, dtype=torch.float64), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
-def test_the_transpose_of_a_matrix_gives_the_transpose(method: str, dtype: torch.dtype) -> None:
-    x = torch.randn(2, 12, 30, generator=generator(0)).to(dtype)
-    wide = orthogonalize(x.clone(), schedule("simple"), method)
-    tall = orthogonalize(x.mT.contiguous(), schedule("simple"), method)
-    torch.testing.assert_close(tall.mT, wide, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
+def test_every_shape_in_every_dtype(method: str, kernels: Operations) -> None:
+    """The result replaces the matrix, and is rounded to its dtype once."""
+    shapes = [*itertools.product(SIDES, SIDES), (48, 116)]
+    for (rows, cols), wire, normalization in itertools.product(shapes, (torch.bfloat16, torch.float32), NORMALIZATIONS):
+        x = torch.randn(2, rows, cols, generator=generator(rows * 100 + cols)).to(wire)
+        expected = reference(x, schedule("simple"), normalization)
+        for dtype in DTYPES:
+            matrix = x.clone()
+            found = orthogonalize(matrix, schedule("simple"), method, DTYPES[dtype], None, kernels, normalization)
+            assert found is matrix and found.dtype == wire
+            if rows == 48 and normalization == "frobenius":
+                bound = max(OF_A_LARGER_ONE[dtype], 3e-3 if wire == torch.bfloat16 else 0.0)
+            else:
+                bound = BOUNDS[dtype] + (0.01 if wire == torch.bfloat16 else 0.0)
+            assert relative_error(found, expected) <= bound, (rows, cols, wire, dtype, normalization)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,14 +70,53 @@ def test_the_transpose_of_a_matrix_gives_the_transpose(method: str, dtype: torch
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_is_its_matrices_one_by_one(method: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Of very different magnitudes, so that anything shared between matrices shows."""
-    x = torch.randn(shape, generator=generator(0)) * torch.logspace(-20, 20, shape[0])[:, None, None]
-    x = x.to(dtype)
+    x = (torch.randn(shape, generator=generator(0)) * torch.logspace(-38, 37, shape[0])[:, None, None]).to(dtype)
     single = torch.cat([orthogonalize(matrix.clone()[None], schedule("simple"), method) for matrix in x])
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(orthogonalize(x.clone(), schedule("simple"), method), single, rtol=0, atol=tolerance)
+    result = orthogonalize(x.clone(), schedule("simple"), method)
+    torch.testing.assert_close(result, single, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
+    for found, expected in zip(result, reference(x, schedule("simple")), strict=True):
+        assert relative_error(found, expected) < (1e-4 if dtype == torch.float32 else 0.05)
 
 
-# ---- bf16: against torch.optim.Muon ---------------------------------------------------------------------
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_zeros_and_what_is_not_finite(method: str, dtype: torch.dtype, normalization: str) -> None:
+    """Zero rows and matrices stay zero, others beside them are as they are without them; a NaN is not hidden."""
+
+    def result(x: Tensor) -> Tensor:
+        return orthogonalize(x.clone(), schedule("simple"), method, normalization=normalization)
+
+    x = torch.randn(3, 6, 10, generator=generator(0)).to(dtype)
+    x[0], x[1, 2] = 0, 0
+    found = result(x)
+    assert not found[0].any() and not found[1, 2].any() and found[1, 3].any()
+    others = [row for row in range(6) if row != 2]
+    kept = result(x[1, others][None])[0]
+    torch.testing.assert_close(found[1, others], kept, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=0)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        x[1, 3, 3] = value
+        bad = result(x)
+        assert not bad[1].isfinite().all() and not normalize(x.clone(), x.clone())[1].isfinite().all()
+        assert bad[2].equal(found[2]) and not bad[0].any()
+
+
+def test_the_published_coefficients_for_aol_are_left_out() -> None:
+    """Turbo-Muon's map 0.8837 to zero and larger values below it; a matrix of rank one has the singular value one."""
+    published = (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    )
+    assert published not in NAMED.values()
+    matrix = torch.ones(5, 9)
+    for triples in (published, *NAMED.values()):
+        result = orthogonalize(matrix[None].clone(), triples, normalization="aol")[0]
+        assert ((result * matrix).sum() < 0) == (triples == published), "the step would go uphill"
+
+
+# ---- 16 bits --------------------------------------------------------------------------------------------
 
 
 def gaussian(rows: int, cols: int, seed: int) -> Tensor:
@@ -88,12 +130,9 @@ def log_spaced(rows: int, cols: int, seed: int) -> Tensor:
     return (u * torch.logspace(0, -5, rank)) @ v.T
 
 
-def low_rank(rank: int) -> Callable[[int, int, int], Tensor]:
-    def make(rows: int, cols: int, seed: int) -> Tensor:
-        gen = generator(seed)
-        return torch.randn(rows, rank, generator=gen) @ torch.randn(rank, cols, generator=gen)
-
-    return make
+def of_rank_8(rows: int, cols: int, seed: int) -> Tensor:
+    gen = generator(seed)
+    return torch.randn(rows, 8, generator=gen) @ torch.randn(8, cols, generator=gen)
 
 
 def recorded(rows: int, cols: int, seed: int) -> Tensor:
@@ -106,23 +145,11 @@ def recorded(rows: int, cols: int, seed: int) -> Tensor:
         optimizer.zero_grad()
         nn.functional.mse_loss(layers(inputs), targets).backward()
         optimizer.step()
-    gradient = layers[0].weight.grad
-    assert gradient is not None
-    assert gradient.shape == (rows, cols)
-    return gradient
-
-
-MATRICES: dict[str, Callable[[int, int, int], Tensor]] = {
-    "gaussian": gaussian,
-    "log_spaced": log_spaced,
-    "rank_8": low_rank(8),
-    "rank_64": low_rank(64),
-    "recorded": recorded,
-}
+    return layers[0].weight.grad
 
 
 def bf16_errors(
-    shape: tuple[int, int], make: Callable[[int, int, int], Tensor], seeds: int = 3, kernels: Operations = OPERATIONS
+    shape: tuple[int, int], make: Callable[[int, int, int], Tensor], seeds: int, kernels: Operations
 ) -> tuple[float, float]:
     """Mean relative error to float64 of ours and of torch's, on the same bf16 matrices.
 
@@ -135,7 +162,7 @@ def bf16_errors(
     for seed in range(seeds):
         mantissa = 1 + torch.rand((), generator=generator(seed + 100))
         x = (mantissa * make(*shape, seed)).bfloat16()
-        expected = quick_reference(x, schedule("simple"))
+        expected = reference(x[None], schedule("simple"))[0]
         method = counted_method(*shape, "auto", schedule("simple"), "bf16")
         result = orthogonalize(x.clone()[None], schedule("simple"), method, kernels=kernels)[0]
         ours += relative_error(result, expected) / seeds
@@ -147,99 +174,61 @@ SMALL = [(128, 512), (512, 128), (192, 192), (192, 768), (48, 116)]
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("make", [gaussian, log_spaced, of_rank_8, recorded])
 @pytest.mark.parametrize("shape", [*SMALL, pytest.param((512, 2048), marks=pytest.mark.full)])
-def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], kind: str) -> None:
+def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], make: Callable[[int, int, int], Tensor]) -> None:
     """The products in C++ round once where those in PyTorch round twice.
 
     Of a small recorded matrix, whose spectrum is wide, the Gram iteration has 1.09 and 1.35 times torch's error (means
     of 64); of larger ones less than torch's.
     """
     pytest.importorskip("torch.optim._muon")
-    once, twice = (1.15, 1.4) if kind == "recorded" else (1.05, 1.2)
-    for table, bound in (
-        (OPERATIONS, twice),
-        (choose(unavailable_kernels("auto", ["cpu"])), once if native_bf16() else twice),
-    ):
-        ours, torchs = bf16_errors(shape, MATRICES[kind], seeds=32 if max(shape) < 128 else 3, kernels=table)
+    once, twice = (1.15, 1.4) if make is recorded else (1.05, 1.2)
+    for table, bound in ((OPERATIONS, twice), (FASTEST, once if native_bf16() else twice)):
+        ours, torchs = bf16_errors(shape, make, 32 if max(shape) < 128 else 3, table)
         assert ours <= bound * torchs, f"{table.name}: {ours:.4f}, torch's {torchs:.4f}"
 
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("shape", [(128, 512), (192, 192), (512, 128)])
 def test_bf16_is_near_the_definition(shape: tuple[int, int], name: str) -> None:
-    """For the schedules that torch does not have; the fp32 tests hold their numbers."""
-    x = gaussian(*shape, 0).bfloat16()
-    result = orthogonalize(x.clone()[None], schedule(name), counted_method(*shape, "auto", schedule("simple"), "bf16"))[
-        0
-    ]
-    assert result.dtype == torch.bfloat16
-    assert relative_error(result, reference(x, schedule(name))) < 0.03
+    """For the schedules that torch does not have; the fp32 tests check their numbers."""
+    x = gaussian(*shape, 0).bfloat16()[None]
+    method = counted_method(*shape, "auto", schedule("simple"), "bf16")
+    assert relative_error(orthogonalize(x.clone(), schedule(name), method), reference(x, schedule(name))) < 0.03
 
 
-# ---- normalize ------------------------------------------------------------------------------------------
-
-MAGNITUDES = [(torch.float32, 10.0**e) for e in (-44, -42, -38, -30, -19, -3, 0, 8, 19, 25, 38)]
-MAGNITUDES += [(torch.bfloat16, 10.0**e) for e in (-38, -30, -19, -3, 0, 8, 19, 25, 38)]
-
-
-def exact(x: Tensor, name: str) -> Tensor:
-    """The map of a batch in fp64."""
-    x = x.double()
-    u, values, vh = torch.linalg.svd(x / x.norm(dim=(1, 2), keepdim=True), full_matrices=False)
-    for a, b, c in schedule(name):
-        values = a * values + b * values**3 + c * values**5
-    return u @ torch.diag_embed(values) @ vh
+#: By normalization and dtype, of the spectral norms of the errors: the largest, and the 0.999 quantile. A matrix of
+#: norm about 1 that diverges has an error of 10 to 10^12. AOL's scaled matrix is rounded once more.
+ASTRAY = {
+    "frobenius": {"bf16": (2.0, 0.35), "fp16": (0.25, 0.2), "fp32": (5e-4, 2e-4)},
+    "aol": {"bf16": (2.0, 0.45), "fp16": (0.35, 0.25), "fp32": (5e-4, 2e-4)},
+}
 
 
-#: By dtype, of the spectral norms of the errors: the largest, and the 0.999 quantile. A matrix of norm about 1 that
-#: diverges has an error of 10 to 10^12.
-ASTRAY = {"bf16": (2.0, 0.35), "fp16": (0.25, 0.2), "fp32": (5e-4, 2e-4)}
-
-
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("method", METHODS[::-1])
-def test_no_matrix_goes_astray(method: str, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("normalization", ASTRAY)
+def test_no_matrix_goes_astray(normalization: str, method: str, name: str, dtype: str) -> None:
     """Small matrices, where nothing averages rounding out: what large ones are whose singular vectors have few entries.
 
     All kinds of spectra; the largest error of thousands, in the norm that a single direction decides.
     """
-    largest, usual = ASTRAY[dtype]
+    largest, usual = ASTRAY[normalization][dtype]
     for rows, cols in ((2, 4), (4, 6), (8, 16), (16, 32)):
         draw = generator(rows)
         u, v = (torch.linalg.qr(torch.randn(3000, n, rows, generator=draw))[0] for n in (rows, cols))
         decay = 6 * torch.rand(3000, 1, generator=draw) * torch.rand(3000, rows, generator=draw)
         x = (u @ torch.diag_embed(torch.exp(-decay)) @ v.mT).bfloat16()
-        expected = exact(x, name)
-        for kernels in {
-            choose(unavailable_kernels("auto", ["cpu"])).name: choose(unavailable_kernels("auto", ["cpu"])),
-            "torch": OPERATIONS,
-        }.values():
-            given = x.float() if dtype == "fp32" else x.clone()  # a wire of bf16 would round the result
-            wide = given.float() if dtype == "fp16" else given
-            result = orthogonalize(wide, schedule(name), method, DTYPES[dtype], kernels=kernels)
+        expected = reference(x, schedule(name), normalization)
+        for kernels in KERNELS.values():
+            wide = x.clone() if dtype == "bf16" and normalization == "frobenius" else x.float()
+            result = orthogonalize(wide, schedule(name), method, DTYPES[dtype], None, kernels, normalization)
             errors = torch.linalg.matrix_norm(result.double() - expected, 2)
             assert errors.max() < largest, (rows, cols)
             assert errors.quantile(0.999) < usual, (rows, cols)
-
-
-# ---- dtypes apart -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", METHODS)
-def test_products_in_another_dtype_than_the_matrix(method: str, dtype: str, wire: torch.dtype) -> None:
-    """The result is that of the matrix as it arrived, rounded once to where it came from."""
-    x = gaussian(48, 116, 0).to(wire)
-    expected = quick_reference(x, schedule("simple"))
-    given = x[None].clone()
-    result = orthogonalize(given, schedule("simple"), method, DTYPES[dtype])
-    assert result is given and result.dtype == wire
-    worst = max({"fp32": 1e-5, "fp16": 4e-3, "bf16": 0.03}[dtype], 3e-3 if wire == torch.bfloat16 else 0.0)
-    assert relative_error(result[0], expected) < worst
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(2048, marks=pytest.mark.full)])
@@ -250,7 +239,7 @@ def test_fp16_keeps_the_entries_of_a_very_large_matrix(count: int) -> None:
     expected = NORM * x.double() / x.double().norm()
     ordinary = expected.abs() > 2.0**-14
     assert ordinary.float().mean() > 0.85, "else most of them would be subnormal numbers"
-    for kernels in (choose(unavailable_kernels("auto", ["cpu"])), OPERATIONS):
+    for kernels in KERNELS.values():
         kept = kernels.normalize(x.clone()[None], torch.empty(1, *x.shape, dtype=torch.float16), NORM)[0]
         assert float(((kept - expected).abs() / expected.abs())[ordinary].max()) <= 1.002 * 2.0**-11
         assert float((kept - expected).norm() / expected.norm()) < 3e-4
@@ -260,43 +249,9 @@ def test_fp16_keeps_the_entries_of_a_very_large_matrix(count: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_fp16_does_not_overflow(method: str, shape: tuple[int, int]) -> None:
     """Matrices of rank one have the largest products that a norm allows."""
-    for x in (
-        torch.ones(1, *shape),
-        torch.eye(*shape)[None],
-        torch.nn.functional.pad(torch.ones(1, 1, 1), (0, 3, 0, 3)),
-    ):
+    corner = torch.zeros(1, 4, 4)
+    corner[0, 0, 0] = 1.0
+    for x in (torch.ones(1, *shape), torch.eye(*shape)[None], corner):
         result = orthogonalize(x.clone(), schedule("simple"), method, torch.float16)
         assert result.isfinite().all()
-        assert relative_error(result[0], reference(x[0], schedule("simple"))) < 0.03
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("dtype", "magnitude"), MAGNITUDES)
-def test_orthogonalization_does_not_see_the_magnitude(dtype: torch.dtype, magnitude: float, method: str) -> None:
-    x = (magnitude * (6 * torch.rand(1, 8, 24, generator=generator(0), dtype=torch.float64) - 3)).to(dtype)
-    stored = x.double() / x.double().abs().max()
-    tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    assert (
-        relative_error(orthogonalize(x, schedule("simple"), method), reference(stored, schedule("simple"))) < tolerance
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
-def test_zero_gives_zero(method: str, dtype: torch.dtype) -> None:
-    for shape in SHAPES.values():
-        assert not orthogonalize(torch.zeros(shape, dtype=dtype), schedule("simple"), method).any()
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_non_finite_entry_stays_visible_in_its_own_matrix(method: str, dtype: torch.dtype, value: float) -> None:
-    x = torch.randn(4, 6, 10, generator=generator(0)).to(dtype)
-    x[3] = 0
-    alone = orthogonalize(x.clone(), schedule("simple"), method)
-    x[1, 3, 2] = value
-    assert not normalize(x.clone(), x.clone())[1].isfinite().all()
-    result = orthogonalize(x, schedule("simple"), method)
-    assert not result[1].isfinite().all()
-    torch.testing.assert_close(result[[0, 2, 3]], alone[[0, 2, 3]])
+        assert relative_error(result, reference(x, schedule("simple"))) < 0.03

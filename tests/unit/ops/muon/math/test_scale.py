@@ -1,20 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale of updates by shape."""
-
-import math
+"""The scale of updates by shape; momentum and weight decay by the number of updates done."""
 
 import pytest
 import torch
-from torch import Tensor
 
-from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.kernels.reference import apply_
-from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.scale import SCALES, scale_factor, update_rms
-
-
-def randn(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from deepspeed.muon.math.schedules import Schedules
 
 
 @pytest.mark.parametrize(
@@ -42,29 +33,36 @@ def test_scales_are_torchs(name: str, shape: tuple[int, int]) -> None:
     assert _adjust_lr(0.1, name, torch.Size(shape)) == pytest.approx(0.1 * scale_factor(name, *shape), rel=1e-12)
 
 
-def test_every_choice_of_the_config_has_a_scale() -> None:
-    choices = MuonConfig.model_fields["adjust_lr_fn"].annotation.__args__
-    assert set(choices) == {"auto", *SCALES}
-
-
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("shape", [(24, 24), (24, 60), (60, 24), (2, 50)])
 def test_update_rms(name: str, shape: tuple[int, int]) -> None:
     """A matrix whose singular values are all one, scaled, has the RMS that is promised."""
-    u, _, vh = torch.linalg.svd(randn(shape, 0).double(), full_matrices=False)
+    u, _, vh = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
     scaled = scale_factor(name, *shape) * (u @ vh)
     assert scaled.square().mean().sqrt().item() == pytest.approx(update_rms(name, *shape), rel=1e-12)
+    assert name != "match_rms_adamw" or update_rms(name, *shape) == pytest.approx(0.2, rel=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (8, 512), (512, 8)])
-def test_match_rms_adamw_is_one_fifth_at_any_shape(shape: tuple[int, int]) -> None:
-    assert update_rms("match_rms_adamw", *shape) == pytest.approx(0.2, rel=1e-12)
+# ---- momentum and weight decay by the number of updates done ----------------------------------------------
+
+GROUP = {"lr": 0.1, "momentum": 0.95, "weight_decay": 0.2}
 
 
-def test_one_step_moves_a_parameter_by_the_rms() -> None:
-    param = randn((40, 16), 0)
-    u, _, vh = torch.linalg.svd(randn((40, 16), 1), full_matrices=False)
-    before = param.clone()
-    apply_(param, u @ vh, 0.01, scale_factor("match_rms_adamw", 40, 16), 0.0, False, Workspace())
-    rms = (param - before).square().mean().sqrt().item()
-    assert math.isclose(rms, 0.01 * update_rms("match_rms_adamw", 40, 16), rel_tol=1e-4)
+def test_momentum_goes_linearly_to_that_of_the_group() -> None:
+    for done, momentum in {0: 0.85, 1: 0.875, 2: 0.9, 3: 0.925, 4: 0.95, 5: 0.95, 10**9: 0.95}.items():
+        found = Schedules(momentum_start=0.85, momentum_warmup_steps=4).at(GROUP, done)
+        assert found == GROUP | {"momentum": pytest.approx(momentum)}
+    found = Schedules(momentum_start=0.99, momentum_warmup_steps=2).at(GROUP | {"momentum": 0.9}, 1)
+    assert found["momentum"] == pytest.approx(0.945), "it may fall"
+
+
+def test_weight_decay_goes_linearly_to_zero() -> None:
+    for done, decay in {0: 0.2, 1: 0.15, 2: 0.1, 3: 0.05, 4: 0.0, 5: 0.0, 99: 0.0}.items():
+        found = Schedules(muon_weight_decay_steps=4).at(GROUP, done)
+        assert found == GROUP | {"weight_decay": pytest.approx(decay)}
+
+
+def test_without_schedules_a_group_keeps_its_values() -> None:
+    assert Schedules().at(GROUP, 7) == GROUP and not str(Schedules())
+    text = "momentum from 0.85 over 300 steps, weight decay of the Muon groups to zero over 1000 steps"
+    assert str(Schedules(0.85, 300, 1000)) == text
