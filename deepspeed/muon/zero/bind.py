@@ -34,7 +34,7 @@ from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
 from deepspeed.muon.zero.wrappers.registry import adapter_for
-from deepspeed.muon.zero.wrappers.tensor_parallel import joined
+from deepspeed.muon.zero.wrappers.tensor_parallel import partitions_over_tp
 
 #: Keys of a parameter group that must be equal on all ranks. Keys that a user adds may hold anything: not compared.
 COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
@@ -83,7 +83,7 @@ def bind_engine(engine: Any) -> None:
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     is_finite = adapter.watch_gradients()
     adapter.prepare(agreed["groups"])
-    partitions = joined(adapter, grid)
+    partitions = partitions_over_tp(adapter, grid)
     device = torch.device(get_accelerator().current_device_name())  # also if ZeRO offloads the shards
     tensors = [tensor for partition in partitions for tensor in partition.tensors]
     kinds = sorted({device.type, *(tensor.device.type for tensor in tensors)})
@@ -149,7 +149,11 @@ def compare_plans(engine: Any) -> None:
     pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
     stated = {"stage": matrix_share(engine, optimizer), "choice": pinned, "plan": optimizer.digest()}
     stated["sets"] = sorted(ranks for ranks in optimizer.owner_sets if not is_made(ranks))
-    titles = {"choice": "the choice of dtype, methods and kernels", "plan": "the exchange plan"}
+    titles = {
+        "choice": "the choice of dtype, methods and kernels of Newton-Schulz",
+        "plan": "ranks {ranks} have planned another exchange than rank {first}; call load_checkpoint, and whatever "
+        "else changes the optimizer, on all ranks",
+    }
 
     def state() -> Facts:
         optimizer.warm_up()  # here, because a rank may take minutes until it sends its facts
@@ -190,11 +194,16 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
     Version and config must be equal on all ranks, routing and parameters on the ranks of one stage.
     """
-    of_all = {"version": "the deepspeed-muon version", "config": "optimizer.params"}
+    of_all = {
+        "version": "the deepspeed-muon version",
+        "config": "ranks {ranks} have other optimizer.params than rank {first}; read one config on all ranks",
+    }
     of_parameters = {
-        "routes": "the routing",
-        "groups": "the settings of parameter groups",
-        "order": "the order of the parameters (a set has a different order on each rank; pass a list)",
+        "routes": "ranks {ranks} do not send the same parameters to Muon as rank {first}, or split them differently; "
+        "build the same model with the same options on every rank",
+        "groups": "the parameter groups of ranks {ranks} have other settings than those of rank {first}",
+        "order": "ranks {ranks} pass the parameters in another order than rank {first}; pass a list, because a set has "
+        "a different order on each rank",
     }
     if error := differences(facts, of_all) or differences(facts, of_parameters, within="stage"):
         return error
@@ -223,7 +232,10 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
 
 def _judge_kernels(facts: list[Facts]) -> Facts:
-    """Return device type -> why a rank cannot use its fast kernels, or ``None``. If one cannot, no rank uses them."""
+    """For each device type, return why some rank cannot use its fast kernels; ``None`` if all ranks can use them.
+
+    If one rank cannot, no rank uses them.
+    """
     unavailable: Facts = {}
     for rank, stated in enumerate(facts):
         for kind, reason in stated.items():

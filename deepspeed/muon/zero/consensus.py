@@ -121,9 +121,9 @@ def _missing(store: torch.distributed.Store, keys: list[str], seconds: float) ->
 
 def _silence(ranks: list[int]) -> str:
     return (
-        f"ranks {ranks} did not bind deepspeed-muon: they run stock DeepSpeed's Muon or another optimizer. "
-        "Install the same deepspeed-muon on every node and unset DS_MUON_AUTOLOAD=0, or raise DS_MUON_BIND_TIMEOUT "
-        "if those ranks are only slow"
+        f"ranks {ranks} did not answer: they probably run another optimizer, such as stock DeepSpeed's Muon. Install "
+        "the same deepspeed-muon on every node and unset DS_MUON_AUTOLOAD=0, or raise DS_MUON_BIND_TIMEOUT (seconds) "
+        "if these ranks are only slow"
     )
 
 
@@ -132,13 +132,16 @@ def differences(facts: list[Facts], titles: dict[str, str], within: str = "") ->
 
     Args:
         facts: those of each rank, in the order of ranks.
-        titles: key of a fact to compare -> its name in the message.
+        titles: key of a fact to compare -> its name in the message, which then shows the values; or, for values that
+            say nothing to a user, the whole message with ``{ranks}`` and ``{first}``.
         within: key of a fact; only ranks with the same value of this fact are compared with each other.
     """
     teams = ranks_by_value(stated.get(within) for stated in facts).values()
     for key, title in titles.items():
         for first, *others in teams:
             if differing := [rank for rank in others if facts[rank][key] != facts[first][key]]:
+                if "{ranks}" in title:
+                    return {"error": title.format(ranks=differing, first=first)}
                 values = [facts[rank][key] for rank in differing[:4]]
                 return {
                     "error": f"{title} differs: rank {first} has {facts[first][key]}, ranks {differing} have {values}"
@@ -172,9 +175,9 @@ def with_type(error: BaseException) -> str:
 
 
 def _by_text(texts: list[str | None]) -> str:
-    """Return all messages as one text, each once, after the ranks that have it; ``None``: this rank has none.
+    """Return the messages of all ranks as one text: each message once, after the ranks that raised it.
 
-    A message that all ranks have comes without the ranks. ``texts``: by rank.
+    The ranks are left out if all raised the same. ``texts``: one per rank, ``None`` for a rank without a message.
     """
     if len(set(texts)) == 1:
         return str(texts[0])

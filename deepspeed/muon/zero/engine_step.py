@@ -17,7 +17,7 @@ TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schu
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``DeepSpeedEngine._take_model_step``: also measure and record every ``monitor_interval``-th step.
 
-    Then free the scratch memory on an accelerator, and log a skipped step if DeepSpeed does not.
+    After the step, free the scratch memory on an accelerator, and log a skipped step if DeepSpeed does not.
     """
     optimizer = engine.basic_optimizer
 

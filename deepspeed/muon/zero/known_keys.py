@@ -43,7 +43,7 @@ MAX_PLACES = 3
 
 
 class _RecordingDict(UserDict, dict):  # type: ignore[misc]
-    """A section that records in ``asked`` which keys are looked up; a ``dict`` because DeepSpeed checks the type."""
+    """A section of a ds_config that records in ``asked`` the keys that are looked up; DeepSpeed accepts only a dict."""
 
     def __init__(self, section: dict[str, Any]) -> None:
         self.asked: set[str] = set()
@@ -85,7 +85,7 @@ def warn_of_unknown(keys: Iterable[str]) -> None:
 
 @functools.cache
 def _sections() -> dict[str, dict[str, Any]]:
-    """Return section, as a dotted path -> key -> type annotation, for sections for which DeepSpeed has a class."""
+    """Return dotted path of a section -> key -> type annotation, for all sections that DeepSpeed reads with a class."""
     from deepspeed.comm.config import CommsLoggerConfig
 
     found: dict[str, dict[str, Any]] = {}
@@ -115,7 +115,7 @@ def keys_of(path: str) -> Iterable[str]:
 
 @functools.cache
 def _places_by_key() -> dict[str, list[str]]:
-    """Return key -> all places that have it, in words such as ``in zero_optimization``."""
+    """Return for each key the places to which it belongs, in words such as ``in zero_optimization``."""
     from deepspeed.runtime import lr_schedules
 
     schedules = [inspect.signature(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES]
@@ -132,7 +132,7 @@ def _places_by_key() -> dict[str, list[str]]:
 
 
 def place_of(key: str) -> str | None:
-    """Return where a key belongs, such as ``in fp16 or in bf16``; ``None`` if no section has it, or too many have."""
+    """Return where a key belongs, such as ``in fp16 or in bf16``; ``None`` if no section has this key, or too many."""
     places = _places_by_key().get(key, [])
     return " or ".join(places) if len(places) <= MAX_PLACES else None
 

@@ -66,7 +66,7 @@ Sizes = list[tuple[dict[str, Any], list[int]]]
 
 
 def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
-    """Return one rank's elements in each sub-group that stage 3 will make of a group; each ends once it is full."""
+    """Return how many elements a rank will hold of each sub-group into which stage 3 will divide a parameter group."""
     limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(shard_group(engine, group))
     parts, sizes, open_size = [_elements_per_rank(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
@@ -195,8 +195,9 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
 
 
 def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``tensor``, which is ``flat`` (a sub-group's weights) or a state of it, as a checkpoint saves it: itself
-    or, while it is swapped out, a memory map of its swap file.
+    """Return a tensor in the form that a checkpoint saves: the tensor itself or, while swapped out, its mapped file.
+
+    ``tensor`` is ``flat``, the weights of a sub-group, or one of its states.
     """
     info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
     paths = [entry.swap_path for entry in info.tensors if entry.compute_tensor is tensor] if info else []
@@ -208,7 +209,7 @@ def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
 
 
 def saved_files(engine: Any, folder: Path) -> Path:
-    """Return where in the checkpoint ``folder`` older versions have saved this rank's swap files."""
+    """Return the folder, inside the checkpoint ``folder``, in which older versions saved this rank's swap files."""
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
@@ -225,9 +226,10 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace the swapper's ``swap_out_optimizer_state``: also empty the tensors afterwards.
+    """Replace the swapper's ``swap_out_optimizer_state``: call it, then empty the tensors that it wrote.
 
-    With pipelines DeepSpeed lets them point to the swapper's buffers, so a checkpoint would save another sub-group.
+    With pipelined writes DeepSpeed leaves them pointing to the swapper's buffers, and a checkpoint would save what
+    another sub-group has left there.
     """
     original(parameter, *args, **kwargs)
     wrapper.optimizer_swapper.swap_params_info[parameter.ds_id].release_memory()
@@ -243,9 +245,10 @@ def forget_gradients(wrapper: Any) -> None:
 def prepare_with_zero_filled_grads(
     wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace the wrapper's ``_prepare_sub_group``: then fill missing gradients with zeros.
+    """Replace the wrapper's ``_prepare_sub_group``: call it, then fill missing gradients with zeros.
 
-    DeepSpeed reads gradients into a used buffer. A parameter without one would get what another tensor left there.
+    DeepSpeed reads gradients into a buffer that it reuses: a parameter without a gradient would train on the values
+    that another tensor has left there.
     """
     result = original(sub_group_id, *args, **kwargs)
     if wrapper._swappable_optimizer_subgroup(sub_group_id):

@@ -45,12 +45,12 @@ TYPES = ("muon", "muonwithauxadam")
 
 
 def is_muon(optimizer_name: str | None) -> bool:
-    """Return whether ``optimizer.type`` means deepspeed-muon, in any case."""
+    """Return whether ``optimizer.type`` means deepspeed-muon; upper and lower case are the same."""
     return (optimizer_name or "").lower() in TYPES
 
 
 def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``DeepSpeedConfig.__init__``: then refuse wrong or unsupported settings, before anything is allocated."""
+    """Replace ``DeepSpeedConfig.__init__``: call it, then refuse wrong or unsupported settings of Muon."""
     original(self, *args, **kwargs)
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
@@ -156,7 +156,7 @@ def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """Check an optimizer that the script has built: its settings are its own, not those of the config."""
+    """Check an optimizer that the script has built, by its own settings, which may differ from those of the config."""
     if not isinstance(optimizer, MuonWithAuxAdam):
         _refuse_another(engine, type(optimizer))
         return
@@ -331,8 +331,10 @@ def activate() -> None:
 
 
 def seam_states() -> dict[str, str]:
-    """Return attribute of :data:`SEAMS` -> ``missing`` or ``present``; after :func:`install` -> ``in use`` if it is
-    replaced, or ``ready`` if it will be for an engine with Muon, a save or a load.
+    """Return the state of each attribute of DeepSpeed that this package replaces, by name; see :data:`SEAMS`.
+
+    Before :func:`install`, or if any attribute is missing: ``missing`` or ``present``. Afterwards: ``in use`` if it is
+    replaced now, ``ready`` if it will be replaced for an engine with Muon, during a save or during a load.
     """
     states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
     if _undo and "missing" not in states.values():

@@ -267,7 +267,7 @@ def is_accelerates(section: Mapping[str, Any]) -> bool:
 
 
 def is_optimizer(name: str) -> bool:
-    """Return whether DeepSpeed, torch or transformers has an optimizer of this name, in any case."""
+    """Return whether DeepSpeed, torch or transformers has an optimizer of this name, in upper or lower case."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     known = [*dir(torch.optim), *DEEPSPEED_OPTIMIZERS, "adafactor", "onebitadam", "zerooneadam"]

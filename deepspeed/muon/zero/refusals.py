@@ -33,7 +33,7 @@ def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
 
 
 def _get(config: Any, key: str, default: Any = None) -> Any:
-    """Return the value in a ``DeepSpeedConfig`` of a dotted ds_config key, or of an attribute; ``default`` if unset."""
+    """Return what a ``DeepSpeedConfig`` has for a dotted ds_config key, or as an attribute; ``default`` if not set."""
     section, *names = key.split(".")
     for name in (SECTIONS.get(section, section), *names):
         config = getattr(config, name, None)
@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
             and (not _get(c, "bf16.bf16_optimizer_states") or offload_device(c, "offload_optimizer") != "none")
         ),
         "with fp32 states, or with offload, DeepSpeed requires its own CPU Adam; set bf16.bf16_optimizer_states to "
-        "true and remove offload_optimizer, or set it to false",
+        "true and remove offload_optimizer, or set bf16.bf16_master_weights_and_grads to false",
     ),
     (
         "data_types.grad_accum_dtype",
@@ -145,6 +145,7 @@ RULES: tuple[Rule, ...] = (
         "or remove bf16",
     ),
 )
+LOAD_ORIGINAL = "remove the key, and load the checkpoint as it was saved, on as many ranks"
 #: The key in messages about settings of the optimizer that DeepSpeed's settings contradict.
 MOMENTUM_DTYPE = "optimizer.params.momentum_dtype"
 
@@ -179,11 +180,11 @@ def refuse_universal(engine: Any) -> None:
     if engine.zero_optimization_stage() == 0 and not engine.pipeline_parallelism:
         problems += ["DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1"]
     if engine.moe_layers:
-        problems += ["DeepSpeed's converter does not know deepspeed.moe layers; resume on as many ranks without it"]
+        problems += [f"DeepSpeed's converter does not know deepspeed.moe layers; {LOAD_ORIGINAL}"]
     if tp_rank(engine)[1] > 1 and engine.autotp_size() <= 1:
         problems += [
-            "with an mpu or a model axis DeepSpeed's converter does not know how the weights are sharded; resume on as "
-            "many ranks without it"
+            "with an mpu or a model axis DeepSpeed's converter does not know how the weights are sharded; "
+            + LOAD_ORIGINAL
         ]
     if problems:
         raise UnsupportedError("checkpoint.load_universal: " + "; ".join(problems))

@@ -77,7 +77,7 @@ def about_momentum(schedule: Schedule) -> str:
     low, high = schedule.momenta
     return (
         f"scheduler.params.cycle_momentum cycles the first of AdamW's betas between {low} and {high}; Muon's momentum "
-        "stays as it is; set it to false to keep the beta constant, too"
+        "does not change; to keep the beta constant, too, set cycle_momentum to false"
     )
 
 
@@ -92,8 +92,8 @@ def about_rate(schedule: Schedule, config: MuonConfig) -> str:
     except (TypeError, ValueError):  # a list, "auto", or no rate
         return ""
     return (
-        f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the learning rate, in place of optimizer.params."
-        f"{key}, {lr}; change {schedule.rate_key} to change the rate, and write the same value for both"
+        f"scheduler.params.{schedule.rate_key} = {schedule.rate} overrides optimizer.params.{key} = {lr}; change "
+        f"{schedule.rate_key} to change the learning rate, and write the same value for both"
     )
 
 
@@ -150,7 +150,7 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: {', '.join(numbers)} of the scheduler sets Muon's learning rate, because "
-            f"optimizer.params has no lr; AdamW's rate is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} times as high. Set "
+            f"optimizer.params has no lr; AdamW's rate is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} times Muon's. Set "
             "lr in optimizer.params to give both the same rate"
         )
     if name == "OneCycle" and params.get("cycle_momentum", True):
@@ -177,10 +177,12 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
 
 
 def _target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
-    """Return what the schedule will set: the user's groups (``optimizer.given``), or the optimizer with all its groups.
+    """Return the object whose parameter groups the schedule will set, normally ``optimizer.given``: the user's groups.
 
-    The latter if the lists in ``params`` have one value for each group of the optimizer. Raise MuonConfigError if lists
-    have other lengths. ``name``: of the schedule.
+    It is the optimizer itself if the lists in ``params`` have one value for each of its groups.
+
+    Raises:
+        MuonConfigError: a list has another length. ``name``, ``params``: type and parameters of the schedule.
     """
     lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
     users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)

@@ -27,8 +27,9 @@ MAX_SUB_GROUP_SLOWDOWN = 1.25
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
-    """Log which parameters are updated in this rank's share of the model, by how much, and how a step runs; then one
-    line for each kind of split.
+    """Log which parameters Muon and AdamW update, how large updates are and how a step runs, then each kind of split.
+
+    On several pipeline stages or tensor-parallel ranks, the lines are about this rank's share of the model.
 
     ``tuning``: how Newton-Schulz was chosen. ``matrices_of_all``: number of matrices in the whole model.
     """
@@ -104,9 +105,9 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.of_all.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     return (
-        f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}, and all ranks send "
-        f"{extra:.1f} MB to balance the owners",
-        *([f"{len(shared)} matrices have up to {max(shared)} owners each"] if shared else ()),
+        f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}",
+        *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
+        *([f"up to {max(shared)} ranks together orthogonalize each of {len(shared)} matrices"] if shared else ()),
         f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         f"Newton-Schulz on {exchange.device.type} in {tuning.described(optimizer.choice)}"
         + (f", ns_method {', '.join(methods)} in groups that set it" if methods else ""),
@@ -144,7 +145,7 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
-    """Warn if stage 3's sub-groups, which are stepped one after the other, have too few matrices to busy all ranks."""
+    """Warn if stage 3's sub-groups, which are stepped one after the other, have too few matrices for all ranks."""
     plans = [plan.of_all for plan in optimizer.plans]
     groups = defaultdict[int, list[GlobalPlan]](list)
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
@@ -159,5 +160,6 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
         size = sum(partition.tensors[0].numel() for partition in optimizer.partitions)
         logger.warning(
             f"deepspeed-muon: zero_optimization.sub_group_size splits the matrices into {len(plans)} sub-groups, which "
-            f"leaves ranks idle: Newton-Schulz takes {spent / possible:.1f}x as long as it could; write {size} or more"
+            f"leaves ranks idle: Newton-Schulz takes {spent / possible:.1f} times as long as without them; set it to "
+            f"{size} or more"
         )

@@ -66,7 +66,7 @@ def grid_of(engine: Any) -> Grid | None:
     if lines is None:
         raise UnsupportedError(
             "deepspeed-muon does not support this engine: the ranks of the mpu's data-parallel groups "
-            f"{sorted(set(map(tuple, data)))} are not evenly spaced"
+            f"{sorted(set(map(tuple, data)))} are not evenly spaced, as 0, 2, 4 are; pass an mpu that groups them so"
         )
     row = tensor[torch.distributed.get_rank()]
     make_groups(map(list, positions.values()), torch.device(get_accelerator().current_device_name()))
@@ -78,19 +78,19 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return tensor-parallel group -> rank -> the rank's position among all ranks of the grid that has this group.
+    """Return tensor-parallel group -> rank -> position of the rank among all ranks of the grid with this group.
 
-    ``data``, ``tensor``: by rank, the ranks of its data-parallel and its tensor-parallel group.
+    ``data``, ``tensor``: for each rank, the ranks of its data-parallel and its tensor-parallel group.
     """
     grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
     return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
 
 
 def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
-    """Return, by rank, its data-parallel group as positions in its grid; ``None`` if any group is unevenly spaced.
+    """Return for each rank the positions of its data-parallel group in its grid; ``None`` if any is unevenly spaced.
 
-    ``data``, ``tensor``: by rank, the ranks of its data-parallel and its tensor-parallel group. ``positions``: the
-    result of :func:`_positions`.
+    ``data``, ``tensor``: for each rank, the ranks of its data-parallel and its tensor-parallel group.
+    ``positions``: from :func:`_positions`.
     """
     lines = []
     for line, row in zip(data, tensor, strict=True):

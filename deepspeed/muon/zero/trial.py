@@ -105,7 +105,7 @@ def try_out() -> list[Facts]:
 
 
 def _reference(model: Model, world_size: int) -> dict[str, Tensor]:
-    """Train in this process alone on the batches of all ranks, without DeepSpeed; return name -> trained weight."""
+    """Train on the batches of all ranks in this process, without DeepSpeed; return name -> trained weight."""
     device = get_accelerator().current_device_name()
     model.to(device)
     optimizer = MuonWithAuxAdam(model.named_parameters(), model=model, **PARAMS)

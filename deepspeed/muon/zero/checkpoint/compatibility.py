@@ -39,7 +39,7 @@ def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, A
     """Return the facts that decide whether a checkpoint fits an engine: JSON values, equal in one :func:`model_share`.
 
     ``shapes``: name -> shape of each tensor in the model's state dict; ``exclude_frozen`` leaves out frozen parameters.
-    ``groups``: the optimizer's parameter groups, only the keys that matter here.
+    ``groups``: the optimizer's parameter groups, with the keys that decide whether they fit.
     ``layout``: a hash of the positions of all parameters in the flat tensors of all ranks.
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
@@ -128,9 +128,9 @@ def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
 
 
 def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
-    """Return a message if the parameters have another order in a checkpoint without manifest; ``None`` if they do not.
+    """Return a message if a checkpoint without manifest has the parameters in another order, otherwise ``None``.
 
-    ``saved``: the ``order`` of its :func:`checkpoint_fingerprint`.
+    ``saved``: the ``order`` in the checkpoint's :func:`checkpoint_fingerprint`.
     """
     if engine.zero_optimization():
         current: list[Any] = _order(engine._get_zero_param_shapes())
@@ -227,7 +227,7 @@ def _shape_difference(saved: dict[str, Any], current: dict[str, list[int]], is_s
 
 
 def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
-    """Warn after a load without a schedule if learning rates differ from ``before``, each group's rate before the load.
+    """Warn if there is no schedule and a load has changed learning rates. ``before``: each group's rate before it.
 
     The checkpoint's rates stay, as with any torch optimizer. A schedule would set the config's from the next step on.
     """

@@ -50,7 +50,7 @@ def is_torchs(checkpoint_engine: Any) -> bool:
 
 
 class SafeFiles(CheckpointEngine):
-    """A checkpoint engine that writes temporary files and renames them once the files of all ranks are on disk.
+    """A DeepSpeed checkpoint engine that writes temporary files, and renames them once all ranks' files are on disk.
 
     Args:
         engine: the DeepSpeed engine, whose own checkpoint engine serializes the contents.
@@ -148,7 +148,7 @@ class SafeFiles(CheckpointEngine):
         if self.is_first:
             logger.warning(
                 f"deepspeed-muon: the checkpoint engine {type(self.contents).__name__} writes this checkpoint, which "
-                "therefore gets no manifest and is not verified when loaded"
+                "therefore gets no manifest (a list of its files with their checksums) and is not verified when loaded"
             )
 
     # ---- what DeepSpeed calls, in this order --------------------------------------------------------------

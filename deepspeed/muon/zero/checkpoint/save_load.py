@@ -116,7 +116,7 @@ def _warn_of_different_client_states(engine: Any, state: Any) -> None:
     if differing and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: the client_state of ranks {differing} differs from that of rank 0. At ZeRO stages 0 to 2 "
-            "DeepSpeed saves it on one rank for each part of the model and loads it on all; gather what all ranks need "
+            "DeepSpeed saves the client_state of only one rank and loads it on all ranks; gather what all ranks need "
             "into it before the save"
         )
 
@@ -170,7 +170,12 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     arguments["tag"] = tag
     if save_id is None and tag is not None and engine.global_rank == 0:
         why = " (DeepSpeed's converter writes none)" if is_universal else ""
-        logger.info("deepspeed-muon: the checkpoint %s has no manifest%s and is not verified", tag, why)
+        logger.info(
+            "deepspeed-muon: the checkpoint %s has no manifest, a list of its files with their checksums%s, so damage "
+            "is not detected",
+            tag,
+            why,
+        )
 
     def gather_tag(original: Callable, *args: Any, **options: Any) -> Any:
         """Gather the weights of ``tag``, not of ``latest``, as DeepSpeed does at stage 3 without optimizer states."""
@@ -261,7 +266,7 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
 def _refuse_moved(engine: Any) -> None:
     """Raise CheckpointError after ``offload_states()``: DeepSpeed would fill some moved states and lose others."""
     if moved := engine.muon_adapter.moved_states:
-        raise CheckpointError(f"{', '.join(moved)} are away after offload_states(); call engine.reload_states() first")
+        raise CheckpointError(f"{', '.join(moved)} are still offloaded; call engine.reload_states() first")
 
 
 def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:

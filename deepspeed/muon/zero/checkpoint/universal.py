@@ -82,8 +82,8 @@ class Folder:
     """A universal checkpoint on disk.
 
     Args:
-        shards: parameter name -> (how the parameter is split over ranks, the rank whose shard is read); without
-            parameters that every rank of the model has whole.
+        shards: parameter name -> (how the parameter is split over ranks, the rank whose shard is read). Parameters
+            that are not in it are read whole.
     """
 
     def __init__(self, folder: str, shards: Mapping[str, tuple[Sharding, int]]) -> None:
@@ -100,7 +100,7 @@ class Folder:
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return this rank's shard of a parameter's weight or state ``key``; if unsplit, all of it, memory-mapped."""
+        """Return a parameter's weight or state ``key``, memory-mapped; if it is in ``shards``, this rank's shard."""
         whole = self._whole(name, key)
         if name not in self.shards:
             return whole
@@ -261,9 +261,9 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
 
 
 def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield (group, saved group whose settings it takes): matched by position, in a pipeline by name.
+    """Yield (group of this run, saved group whose settings it takes): matched by position, in a pipeline by name.
 
-    The converter keeps the groups of one pipeline stage only; any other group keeps the settings of the config.
+    The converter keeps the groups of one pipeline stage only. Groups without a match keep the config's settings.
     """
     if optimizer.context.muon_of_all_stages is None:
         if group_kinds(saved) == group_kinds(optimizer.param_groups):

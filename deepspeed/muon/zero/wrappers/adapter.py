@@ -75,7 +75,7 @@ class Adapter:
         raise NotImplementedError
 
     def sharded(self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any) -> Partition:
-        """Return the partition of parameter group ``index`` whose parameters ZeRO shards.
+        """Return the partition of parameter group ``index``, whose parameters ZeRO shards.
 
         Args:
             tensor: this rank's flat fp32 tensor.
@@ -86,10 +86,10 @@ class Adapter:
         return Partition(index, (tensor,), shards, ranks, comm.get_rank(ranks), comm.get_world_size(ranks))
 
     def prepare(self, group_count: int) -> None:
-        """Adapt the wrapper before the first step, as far as it needs it.
+        """Change what this wrapper would do wrong in a step with Muon, before the first step.
 
-        Use one loss scale on all ranks, disable stock's Muon, create states on NVMe, and join the collectives for the
-        norms of ``group_count`` parameter groups, the most that any pipeline stage has.
+        Depending on the wrapper: use one loss scale on all ranks, disable stock's Muon, create states on NVMe, and take
+        part in the collectives for the norms of ``group_count`` parameter groups, the most that a pipeline stage has.
         """
 
     def watch_gradients(self) -> Callable[[], Agreed]:

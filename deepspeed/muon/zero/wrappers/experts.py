@@ -14,9 +14,9 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 
 def shard_group(engine: Any, group: Mapping[str, Any]) -> Any:
-    """Return the process group over which ZeRO shards a parameter group; at stage 0, all its ranks hold it whole.
+    """Return the process group over which ZeRO shards a parameter group; at stage 0 its ranks hold the group whole.
 
-    It has all data-parallel ranks; for a group of experts, the ranks that have the same experts.
+    It consists of all data-parallel ranks or, for experts, of the ranks that hold the same experts.
     """
     return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
 

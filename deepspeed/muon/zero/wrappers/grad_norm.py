@@ -75,7 +75,7 @@ def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
 
 
 def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace ``scaled_global_norm``: also join the norms of ``missing`` groups that only other pipeline stages have.
+    """Replace ``scaled_global_norm``: also take part in the norms of ``missing`` groups of other pipeline stages.
 
     A stage without matrices, for example, has no Muon group; its part of that norm is zero.
     """
@@ -92,9 +92,9 @@ def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *ar
 
 
 def mark_gradients(params: Iterable[Tensor]) -> None:
-    """Copy marks from parameters to gradients, by which a norm over ranks counts each gradient once.
+    """Copy two marks from parameters to their gradients, so that a norm over ranks counts every element once.
 
-    They mark parts of tensor parallelism, and copies on other stages of a pipeline.
+    ``model_parallel`` marks a tensor-parallel shard, ``ds_pipe_replicated`` a copy on another pipeline stage.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 

@@ -75,9 +75,9 @@ def share_autocast_scale(engine: Any) -> None:
 
 @contextmanager
 def keeping_scaler_class(wrapper: Any) -> Iterator[None]:
-    """Load a checkpoint inside this context: it keeps the loss scaler unless the saved one has the same class.
+    """Keep the wrapper's loss scaler if a checkpoint that is loaded inside this context has one of another class.
 
-    A checkpoint from a run in another precision may have another class of loss scaler.
+    It has one if the saved run used another precision.
     """
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}

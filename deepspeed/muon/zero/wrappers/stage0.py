@@ -75,7 +75,7 @@ class Stage0(Adapter):
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
-        """Mark the gradients, and let the wrapper have ``missing_groups`` more groups, with zero gradients, inside."""
+        """Mark the gradients, and add ``missing_groups`` groups with zero gradients while the context lasts."""
         mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
             for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups):

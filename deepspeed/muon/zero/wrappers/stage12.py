@@ -31,7 +31,7 @@ from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
 class Flat(Adapter):
-    """What the wrappers of stages 1 and 2 have in common: the layout, and access to the state of a parameter."""
+    """Base of the adapters for stages 1 and 2: their layout, and access to the state of a parameter."""
 
     def flat_partitions(
         self, groups: list[list[Any]], offsets: list[list[int]], flats: list[Tensor], masters: list[Tensor]
@@ -40,7 +40,7 @@ class Flat(Adapter):
 
         Args:
             groups: each group's parameters, in the order in which they were flattened.
-            offsets: each group's list of the positions at which they begin in its flat tensor.
+            offsets: for each group, the index in its flat tensor at which each parameter begins.
             flats: each group's flat tensor, whole.
             masters: this rank's partition of each, in fp32.
         """
@@ -226,7 +226,7 @@ def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Ten
 
 
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace ``get_flat_partition``: hide the ``use_muon`` tags of the parameters from it, whoever set them."""
+    """Replace ``get_flat_partition``: call it while the parameters' ``use_muon`` tags are hidden, whoever set them."""
     hidden = [(param, vars(param).pop(TAG)) for param in tensor_list if TAG in vars(param)]
     try:
         return get_flat_partition(tensor_list, *args, **kwargs)

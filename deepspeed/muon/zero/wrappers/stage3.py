@@ -167,7 +167,7 @@ class Stage3(Adapter):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Replace ``offload_states``, which moves fp32 weights and optimizer state for DeepSpeed's fused Adam only."""
+        """Replace ``offload_states``, which moves weights and states of DeepSpeed's fused Adam only: move ours, too."""
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
         for kind, tensors in self._movable().items():

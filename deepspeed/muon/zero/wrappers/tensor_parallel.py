@@ -25,10 +25,11 @@ from deepspeed.muon.zero.wrappers.stage0 import Stage0
 Placements = Mapping[str, Placement]
 
 
-def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
-    """Return the adapter's partitions, those of Muon groups extended over all ranks of ``grid``; a collective.
+def partitions_over_tp(adapter: Adapter, grid: Grid | None) -> list[Partition]:
+    """Return the adapter's partitions; those of Muon groups span all ranks of ``grid``. A collective.
 
-    Raises UnsupportedError on all ranks if a sub-group has different parameters on some of them.
+    Raises:
+        UnsupportedError: a sub-group has different parameters on some ranks; raised on all ranks.
     """
     optimizer, partitions = adapter.optimizer, adapter.partitions()
     if grid is None or optimizer.config.tp_mode == "shard":
@@ -40,9 +41,9 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     experts = [partition for partition in partitions if groups[partition.index].get("moe")]
     _refuse_cut_experts(experts)
     mine = [{shard.spec.name: shard.placement for shard in partition.shards} for partition in dense]
-    everyones = gathered(mine, group)
+    placements_by_tp_rank = gathered(mine, group)
     specs = {spec.name: spec for spec in optimizer.specs.values()}
-    if not _are_alike(everyones, specs):
+    if not _are_alike(placements_by_tp_rank, specs):
         raise UnsupportedError(
             "deepspeed-muon does not support this engine: zero_optimization.sub_group_size forms different "
             "sub-groups on the ranks of a tensor-parallel group; write a larger sub_group_size"
@@ -51,8 +52,8 @@ def joined(adapter: Adapter, grid: Grid | None) -> list[Partition]:
         size = comm.get_world_size(group)
         grid = Grid(group, tuple(range(t, t + 1, size) for t in range(size)))
     whole = {
-        partition.tensors[0]: _over(grid, partition, placements, specs)
-        for partition, *placements in zip(dense, *everyones, strict=True)
+        partition.tensors[0]: _spanning_grid(grid, partition, placements, specs)
+        for partition, *placements in zip(dense, *placements_by_tp_rank, strict=True)
         if optimizer.param_groups[partition.index]["use_muon"]
     }
     return [whole.get(partition.tensors[0], partition) for partition in partitions]
@@ -68,15 +69,15 @@ def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
         )
 
 
-def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
+def _are_alike(placements_by_tp_rank: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
     """Return whether all tensor-parallel ranks have the same parameters in each partition, in the same order.
 
-    A rank may lack parameters of which it holds no part. ``everyones``: by tensor-parallel rank, then by
-    partition, the placements of its parameters.
+    A rank may lack parameters of which it holds no part. ``placements_by_tp_rank``: for each tensor-parallel rank, a
+    list with the placements of each partition's parameters.
     """
-    if len({len(partitions) for partitions in everyones}) > 1:
+    if len({len(partitions) for partitions in placements_by_tp_rank}) > 1:
         return False
-    for tp_placements in zip(*everyones, strict=True):
+    for tp_placements in zip(*placements_by_tp_rank, strict=True):
         names = max(tp_placements, key=len)  # of the rank that has the most, in its order
         for t, placement in enumerate(tp_placements):
             empty = {n for n in names if (cut := specs[n].sharding) and not cut.size(t)}
@@ -85,22 +86,25 @@ def _are_alike(everyones: Sequence[Sequence[Placements]], specs: Mapping[str, Ma
     return True
 
 
-def _over(grid: Grid, mine: Partition, everyones: Sequence[Placements], specs: Mapping[str, MatrixSpec]) -> Partition:
-    """Return partition ``mine``, of one tensor-parallel rank's parameters, extended over all ranks of ``grid``.
+def _spanning_grid(
+    grid: Grid, local: Partition, placements_by_tp_rank: Sequence[Placements], specs: Mapping[str, MatrixSpec]
+) -> Partition:
+    """Return this rank's partition ``local``, replanned for all ranks of ``grid``.
 
-    ``everyones``: by tensor-parallel rank, the placements of its parameters in the same partition.
+    Its parameters are the tensor-parallel shards of whole matrices. ``placements_by_tp_rank``: for each tensor-parallel
+    rank, the placements of its parameters in the same partition.
     """
     rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
     t = next(t for t, line in enumerate(grid.lines) if rank in line)
-    tensors = {shard.spec.name: shard.tensor for shard in mine.shards}
+    tensors = {shard.spec.name: shard.tensor for shard in local.shards}
     shards, planned = [], []
-    for name in max(everyones, key=len):
+    for name in max(placements_by_tp_rank, key=len):
         # A rank that holds no part of a parameter may lack it altogether; its placement is then empty.
         tp_placements = tuple(
             replace(placements.get(name, Placement(0, 1, 0)), copies=1, first=line.start, step=line.step)
-            for placements, line in zip(everyones, grid.lines, strict=True)
+            for placements, line in zip(placements_by_tp_rank, grid.lines, strict=True)
         )
         shard = Shard(specs[name], tensors.get(name, 0), tp_placements[t], tp_placements)
         shards += [shard] if name in tensors else []
         planned.append(shard)
-    return Partition(mine.index, mine.tensors, tuple(shards), grid.group, rank, world_size, tuple(planned))
+    return Partition(local.index, local.tensors, tuple(shards), grid.group, rank, world_size, tuple(planned))

@@ -29,7 +29,7 @@ STEPS, MORE = 3, 2
 #: Warnings of our log, and what a user can do about each.
 WARNINGS = (
     "elastic_checkpoint is ignored",
-    r"scheduler\.params\.\w+, .*, is the learning rate, in place of .*; change \w+ to change the rate",
+    r"scheduler\.params\.\w+ = .* overrides .*; change \w+ to change the learning rate",
     r"zero_optimization\.sub_group_size cuts .* write \d+ or more",
     r"DeepSpeed has no top-level ds_config key _comment; it has no effect",
 )

@@ -136,7 +136,7 @@ def test_ranks_with_another_order_of_parameters_are_told_so(stage: int) -> None:
     """As a set has it."""
     for kind, text in run(give_in_another_order, 2, stage=stage):
         assert kind == "DisagreementError" and text.startswith(
-            "the order of the parameters (a set has a different order"
+            "ranks [1] pass the parameters in another order than rank 0; pass a list, because a set"
         )
 
 
