@@ -60,15 +60,15 @@ SCHEDULES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | Non
         "WarmupLR",
         {"warmup_max_lr": 3e-5},
         {"lr": 1e-3},
-        ("WARNING", f"warmup_max_lr, 3e-05, {IN_PLACE}lr, 0.001"),
+        ("WARNING", f"warmup_max_lr = 3e-05 {IN_PLACE}lr = 0.001"),
     ),
     (
         "LRRangeTest",
         {},
         {"muon_lr": 0.02},
-        ("WARNING", f"min_lr, 0.001, {IN_PLACE}muon_lr, 0.02"),
+        ("WARNING", f"min_lr = 0.001 {IN_PLACE}muon_lr = 0.02"),
     ),
-    ("OneCycle", CYCLE, {"lr": 1e-3}, ("INFO", "between 0.8 and 0.9; Muon's momentum stays")),
+    ("OneCycle", CYCLE, {"lr": 1e-3}, ("INFO", "between 0.8 and 0.9; Muon's momentum does not change")),
     ("OneCycle", CYCLE | {"cycle_momentum": False}, {"lr": 1e-3}, None),
     ("WarmupCosineLR", {"total_num_steps": 9}, {"lr": 1e-3}, None),
     ("WarmupLR", {}, {"lr": 1e-4}, None),  # its maximum is the optimizer's rate by default
@@ -124,7 +124,7 @@ def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
 def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
     warning = run(logged_at_start, 2, stage=3, zero={"sub_group_size": 50})[0][3]
     assert warning[0] == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in warning[1]
-    size = int(warning[1].rpartition("write ")[2].split()[0])
+    size = int(warning[1].rpartition("set it to ")[2].split()[0])
     for enough, lines in ((size // 2, 4), (size, 3)):
         assert len(run(logged_at_start, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
     assert len(run(logged_at_start, 2, stage=3, groups=3)[0]) == 3, "groups of the script are no sub-groups"
