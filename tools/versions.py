@@ -31,7 +31,7 @@ FOLDER = ROOT / "build" / "versions"
 #: Of the development set, what no test of a row needs.
 NOT_NEEDED = ("ruff", "mypy", "mkdocs-material", "build")
 SMOKE = (
-    *(f"zero/test_{name}.py" for name in ("hooks", "parity", "grad_norm", "momentum_dtype", "state_access", "nvme")),
+    *(f"zero/test_{name}.py" for name in ("patches", "parity", "grad_norm", "momentum_dtype", "state_access", "nvme")),
     *(f"checkpoint/test_{name}.py" for name in ("resume", "universal", "save_load")),
     *("exchange/test_exchange.py", "exchange/test_host_staging.py", "math/test_adamw.py", "math/test_newton_schulz.py"),
     *(f"kernels/test_{name}.py" for name in ("builder", "elementwise", "products", "codes", "normalize")),

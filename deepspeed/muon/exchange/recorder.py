@@ -29,7 +29,7 @@ BETWEEN = (
     "/typing_extensions.py",
     "/deepspeed/comm/",
     "/deepspeed/utils/nvtx.py",
-    "/muon/patch.py",
+    "/muon/seam.py",
     "/muon/exchange/watchdog.py",
 )
 #: Kinds of the two ends of a message. They are not collectives: the sender may continue before the receiver arrives.
