@@ -186,19 +186,17 @@ def exchange(monkeypatch: pytest.MonkeyPatch, world: int, without: tuple[str, st
     return record
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_use_of_a_buffer_waits_for_those_before(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exchange(monkeypatch, world, None).races() == []
-
-
 LOCAL = {("up", "computing"), ("computing", "up"), ("down", "computing"), ("host", "down")}
 NETWORK = {("computing", "network"), ("down", "network")}
 
 
-def test_there_are_no_other_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of which may cost time."""
-    assert exchange(monkeypatch, 1, None).waits == LOCAL
-    assert exchange(monkeypatch, 2, None).waits == LOCAL | NETWORK
+@pytest.mark.parametrize(("world", "waits"), [(1, LOCAL), (2, LOCAL | NETWORK)], ids=["1", "2"])
+def test_every_use_of_a_buffer_waits_for_those_before(
+    world: int, waits: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for nothing else, as each wait may cost time."""
+    record = exchange(monkeypatch, world, None)
+    assert record.races() == [] and record.waits == waits
 
 
 @pytest.mark.parametrize(

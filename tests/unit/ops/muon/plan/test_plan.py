@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: balance, bounds of buckets and traffic, few copies, how many owners. What travels where: test_jobs.py."""
+"""The plan: balance, bounds of buckets and traffic, few copies, number of owners. What travels where: test_program."""
 
 import itertools
 import math
@@ -17,15 +17,6 @@ from deepspeed.muon.plan.owners import MAX_WHOLE_BYTES, assign, counts_for, coun
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import bucket_limit
 from helpers.plans import COST, counted_cost, flat_layout, make_plan, part_layout, specs
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_equal_parts_travel_in_few_copies(world_size: int) -> None:
-    """Of each batch one copy from the ranks before the owner and one from those behind it."""
-    shards, _ = part_layout(specs([(16, 8), (8, 16), (8, 8)] * 16), world_size)
-    for rank in range(world_size):
-        for bucket in make_plan(shards, rank, world_size, COST, bucket_bytes=2048).buckets:
-            assert len(bucket.received) <= 2 * len(bucket.batches)
 
 
 def test_parts_that_are_not_equal_have_copies_of_their_own() -> None:
@@ -61,19 +52,6 @@ def test_the_size_of_a_bucket(total: int, world_size: int, device_type: str, cop
     assert bucket_limit(items, world_size, copies, cost) * cost.bytes_per_element == expected
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("layers", [1, 20])
-def test_buckets_are_bounded_whatever_the_model(layers: int, device_type: str, world_size: int) -> None:
-    """8 MiB of one owner on CPUs, 128 MiB elsewhere, or one matrix."""
-    bound = 8 * MIB if device_type == "cpu" else 128 * MIB
-    shapes = [(512, 512), (512, 512), (2048, 512), (512, 2048), (64, 64), (8192, 8192)] * layers
-    shards, _ = part_layout(specs(shapes), world_size)
-    plans = [make_plan(shards, r, world_size, replace(COST, device_type=device_type)) for r in range(world_size)]
-    for bucket in (bucket for plan in plans for bucket in plan.buckets):
-        assert 2 * bucket.matrix_elements <= bound or sum(batch.count for batch in bucket.batches) == 1
-
-
 def test_a_small_model_is_cut_into_about_eight_rounds() -> None:
     """On several ranks the first way there and the last way back hide behind nothing."""
     items = specs([(512, 512), (512, 1024)] * 22)  # 33 MiB in bf16
@@ -94,14 +72,6 @@ def test_a_matrix_alone_in_its_bucket_is_received_where_it_is_orthogonalized(by_
             assert matrices in (0, 360) and inbox == 0
             assert bucket.receive_counts[rank] == 0 or 0 < rank < world_size - 1
     assert received > 0
-
-
-def test_several_matrices_in_a_bucket_need_a_receive_buffer() -> None:
-    """The parts of one rank lie one after the other as they arrive."""
-    shards, _ = part_layout(specs([(12, 30)] * 8), 4)
-    for rank in range(4):
-        (bucket,) = make_plan(shards, rank, 4, COST).buckets
-        assert bucket.received_at is None and bucket.buffer_sizes == (720, 540, 540)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +103,10 @@ def test_owners_are_balanced(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stage_3_traffic_bound(world_size: int) -> None:
-    """4 N (W - 1) / W^2 bytes as the mean; no rank above 1.1x that or four bytes per element of the largest."""
+    """4 N (W - 1) / W^2 bytes as the mean; no rank above 1.1x that or four bytes per element of the largest.
+
+    Stages 1 and 2 send less: what straddles and what balances.
+    """
     shapes = [(512, 512), (2048, 512), (512, 2048)] * 8
     shards, _ = part_layout(specs(shapes), world_size)
     sent = [make_plan(shards, rank, world_size, COST).sent_elements * 2 for rank in range(world_size)]
@@ -141,6 +114,8 @@ def test_stage_3_traffic_bound(world_size: int) -> None:
     mean = 4 * numel * (world_size - 1) / world_size**2
     assert sum(sent) / world_size <= mean * 1.0001
     assert max(sent) <= max(1.1 * mean, 4 * max(r * c for r, c in shapes))
+    flat, _ = flat_layout(specs(shapes), world_size)
+    assert sum(make_plan(flat, rank, world_size, COST).sent_elements * 2 for rank in range(world_size)) < sum(sent)
 
 
 def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
@@ -185,7 +160,7 @@ def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:
             assert all(count == fit for count in counts[1:-1])
 
 
-# ---- runs that are updated by one call; each once: test_jobs.py ------------------------------------------------
+# ---- runs that are updated by one call; each once: test_program.py ------------------------------------------------
 
 
 def test_matrices_that_lie_as_in_their_bucket_are_one_span() -> None:
