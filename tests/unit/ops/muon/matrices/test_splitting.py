@@ -15,7 +15,9 @@ from deepspeed.muon.matrices.tp_sharding import AUTOTP
 from deepspeed.muon.saved_state import fused_names
 from helpers.foreign_models import linear, module, routes, splits
 from helpers.models import Fused, TinyGpt
-from helpers.transformers_models import MODELS, hybrid, needs_stacks
+from helpers.transformers_models import MODELS, hybrid
+
+Make = Callable[[], nn.Module]
 
 # ---- heads ----------------------------------------------------------------------------------------------
 
@@ -36,9 +38,8 @@ KIMI = {"linear_num_heads": 2, "linear_head_dim": 16}
 LATENT_LAST = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 SLIDING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "swa_v_head_dim": 6}
 #: Model, and how its projections are cut; below, models whose layers differ while their config has one number for all.
-HEADS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+HEADS: dict[str, tuple[Make, dict[str, str]]] = {
     "llama": (MODELS["llama"], GQA),
-    "qwen3": (MODELS["qwen3"], GQA),
     "torch, by the module": (
         lambda: module(attention=nn.MultiheadAttention(32, 4)),
         {"attention.in_proj_weight": "12 x 8 rows"},
@@ -119,55 +120,42 @@ def test_the_config_does_not_speak_for_linear_attention(mark: str) -> None:
 # ---- what is refused ------------------------------------------------------------------------------------
 
 
-def refusal(net: nn.Module, **params: Any) -> str:
-    with pytest.raises(MuonConfigError) as error:
-        MuonWithAuxAdam(net.parameters(), model=net, **params)
-    return str(error.value)
-
-
 def odd_heads() -> nn.Module:
     model = MODELS["llama"]()
     model.model.layers[0].self_attn.head_dim = 5
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (
-            lambda: module(q_proj=linear()),
-            "q_proj.weight of shape [16, 8] has the name of an attention projection, but",
-        ),
-        (lambda: module(fc=linear()), "true, but no parameter that goes to Muon has the name of an attention"),
-        (
-            odd_heads,
-            "its 32 outputs are not whole heads; the model has 4 query and 2 key-value heads of width 5",
-        ),
-    ],
-)
-def test_heads_that_are_not_known_are_refused(make: Callable[[], nn.Module], text: str) -> None:
+def projection() -> nn.Module:
+    return module(q_proj=linear())
+
+
+def split_by(**cuts: Any) -> dict[str, Any]:
+    return {"muon_split": cuts, "muon_conv": "flatten"}
+
+
+REFUSED: list[tuple[Make, dict[str, Any], str]] = [
+    (projection, {"per_head_muon": True}, "q_proj.weight of shape [16, 8] has the name of an attention projection"),
+    (lambda: module(fc=linear()), {"per_head_muon": True}, "no parameter that goes to Muon has the name of an"),
+    (odd_heads, {"per_head_muon": True}, "its 32 outputs are not whole heads; the model has 4 query and 2"),
+    (Fused, split_by(qkv=[7, 5, 5]), "'qkv' matches qkv.weight of shape [16, 80], but 7 + 5 + 5 rows add up to 17"),
+    (Fused, split_by(c_attn={"sizes": [12, 4], "axis": 1}), "12 + 4 columns add up to 16, not 12"),
+    (Fused, split_by(grouped={"sizes": [4, 2], "groups": 3}), "4 + 2 rows in 3 groups add up to 18, not 24"),
+    (Fused, split_by(c_attn={"sizes": [6], "axis": 1, "groups": 2}), "groups above 1 need axis 0"),
+    (Fused, split_by(conv=[4]), "'conv' matches conv.weight of shape [5, 2, 3, 3], but 4 rows add up to 4, not 5"),
+    (Fused, split_by(w_qkv=[1]), "'w_qkv' matches none"),
+    (Fused, split_by(lm_head=[2, 3]), "'lm_head' has no effect, because what it matches"),
+    (Fused, {"muon_split": {"qkv": [7, 5, 4], "^qkv": [8, 8]}}, "'^qkv' has no effect, because what it matches"),
+]
+
+
+@pytest.mark.parametrize(("make", "params", "text"), REFUSED, ids=[text[:30] for *_, text in REFUSED])
+def test_a_cut_that_is_unknown_or_does_not_fit_is_refused(make: Make, params: dict[str, Any], text: str) -> None:
     """Never silently inactive."""
-    found = refusal(make(), per_head_muon=True)
-    assert found.startswith("optimizer.params.per_head_muon: ") and text in found
-
-
-@pytest.mark.parametrize(
-    ("split", "text"),
-    [
-        ({"qkv": [7, 5, 5]}, "'qkv' matches qkv.weight of shape [16, 80], but 7 + 5 + 5 rows add up to 17, not 16"),
-        (
-            {"c_attn": {"sizes": [12, 4], "axis": 1}},
-            "'c_attn' matches c_attn.weight of shape [16, 12], but 12 + 4 columns add up to 16, not 12",
-        ),
-        ({"conv": [4]}, "'conv' matches conv.weight of shape [5, 2, 3, 3], but 4 rows add up to 4, not 5"),
-        ({"w_qkv": [1]}, "'w_qkv' matches none"),
-        ({"lm_head": [2, 3]}, "'lm_head' has no effect, because what it matches"),
-        ({"qkv": [7, 5, 4], "^qkv": [8, 8]}, "'^qkv' has no effect, because what it matches"),
-    ],
-    ids=str,
-)
-def test_a_split_that_does_not_fit_or_cuts_nothing_is_refused(split: dict[str, Any], text: str) -> None:
-    assert f"optimizer.params.muon_split: {text}" in refusal(Fused(), muon_split=split, muon_conv="flatten")
+    net = make()
+    with pytest.raises(MuonConfigError) as error:
+        MuonWithAuxAdam(net.parameters(), model=net, **params)
+    assert str(error.value).startswith(f"optimizer.params.{next(iter(params))}: ") and text in str(error.value)
 
 
 def test_sizes_of_a_parameter_that_goes_to_adamw_do_not_matter() -> None:
@@ -185,31 +173,46 @@ def tied() -> nn.Module:
     return net
 
 
-QKV = "blocks.0.qkv.weight"
+def cut_by(pattern: str, *sizes: int) -> dict[str, Any]:
+    return {"muon_split": {pattern: Cut(sizes)}}
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "name", "expected"),
-    [
-        (Fused, {"muon_split": {"experts": Cut((8, 16))}}, "experts.down", ("muon_split", "experts", False)),
-        (
-            Fused,
-            {"muon_split": {"conv": Cut(())}, "muon_conv": "flatten"},
-            "conv.weight",
-            ("muon_split", "conv", False),
-        ),
-        (Fused, {}, "qkv.weight", (None, "", True)),
-        (tied, {"muon_split": {r"s\.1\.up": Cut((14, 15))}}, "blocks.0.up.weight", ("muon_split", r"s\.1\.up", False)),
-        (TinyGpt, {}, QKV, ("muon_fused", "", False)),
-        (TinyGpt, {"muon_split": {"qkv": Cut(())}}, QKV, ("muon_split", "qkv", True)),
-        (TinyGpt, {"per_head_muon": True}, QKV, ("per_head_muon", "", False)),
-    ],
-)
-def test_what_cut_a_parameter_is_a_field_and_not_a_text(
-    make: Callable[[], nn.Module], options: dict[str, Any], name: str, expected: tuple[str | None, str, bool]
+HEAD, FUSED = "6 x 6 rows, one matrix per head", "3 x 12 rows, queries, keys and values by muon_fused"
+PER_HEAD = {"per_head_muon": True}
+#: Model, options, parameter; how it is split, which option did that, by which pattern, and whether it is left whole.
+CUTS: list[tuple[Make, dict[str, Any], str, tuple[str, str | None, str, bool]]] = [
+    (Fused, {}, "qkv", ("left whole: the 16 outputs of qkv are not the", None, "", True)),
+    (
+        Fused,
+        cut_by("experts", 8, 16),
+        "experts.down",
+        ("3 of 24 x 6, 8 + 16 rows, by muon_split", "muon_split", "experts", False),
+    ),
+    (Fused, cut_by("conv") | {"muon_conv": "flatten"}, "conv", ("flattened to 5 x 18", "muon_split", "conv", False)),
+    (tied, cut_by(r"s\.1\.up", 14, 15), "blocks.0.up", ("14 + 15 rows, by", "muon_split", r"s\.1\.up", False)),
+    (TinyGpt, {}, "blocks.0.qkv", (FUSED, "muon_fused", "", False)),
+    (TinyGpt, {"muon_fused": "whole"}, "blocks.0.qkv", ("", None, "", False)),
+    (TinyGpt, PER_HEAD, "blocks.0.qkv", (HEAD, "per_head_muon", "", False)),
+    (TinyGpt, PER_HEAD | cut_by("qkv", 18, 18), "blocks.0.qkv", ("2 x 18 rows, by", "muon_split", "qkv", False)),
+    (TinyGpt, PER_HEAD | cut_by("qkv"), "blocks.0.qkv", ("left whole, by muon_split", "muon_split", "qkv", True)),
+    (
+        MODELS["phi3"],
+        PER_HEAD,
+        "model.layers.0.mlp.gate_up_proj",
+        ("2 x 48 rows, gate and up by muon_fused", "muon_fused", "", False),
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "name", "expected"), CUTS, ids=[expected[0] for *_, expected in CUTS])
+def test_what_cuts_a_parameter(
+    make: Make, options: dict[str, Any], name: str, expected: tuple[str, str | None, str, bool]
 ) -> None:
-    spec = routes(make(), **options)[name]
-    assert (spec.split_by, spec.split_pattern, spec.left_whole) == expected
+    """muon_split wins, then per_head_muon, then muon_fused."""
+    specs, (split, *rest) = routes(make(), **options), expected
+    spec = specs.get(f"{name}.weight") or specs[name]
+    assert spec.split.startswith(split) and bool(spec.split) is bool(split)
+    assert [spec.split_by, spec.split_pattern, spec.left_whole] == rest
 
 
 @pytest.mark.parametrize("tp_mode", ["whole", "shard"])
@@ -232,27 +235,7 @@ def test_a_fused_matrix_is_fused_on_every_tensor_parallel_rank(tp_mode: str) -> 
     assert set(fused_names(optimizer)) == {"blocks.0.qkv.weight", "blocks.1.qkv.weight"}
 
 
-# ---- stacks and convolutions -------------------------------------------------------------
-
-
-@needs_stacks
-def test_experts_are_stacks() -> None:
-    specs = routes(MODELS["mixtral"](), muon_fused="whole")
-    stacks = {name: spec for name, spec in specs.items() if "experts" in name}
-    assert len(stacks) == 2
-    for spec in stacks.values():
-        assert spec.use_muon
-        assert spec.reason == "stack of 4 matrices of MixtralExperts"
-        assert [block.offset for block in spec.blocks] == [i * spec.numel // 4 for i in range(4)]
-    assert not specs["model.layers.0.mlp.gate.weight"].use_muon, "the router"
-
-
-@needs_stacks
-def test_a_split_cuts_every_matrix_of_a_stack() -> None:
-    specs = routes(MODELS["mixtral"](), muon_split={"gate_up": Cut((48, 48))})
-    (spec,) = (spec for name, spec in specs.items() if "gate_up" in name)
-    assert spec.split == "4 of 96 x 32, 2 x 48 rows, by muon_split 'gate_up'"
-    assert len(spec.blocks) == 8
+# ---- convolutions -------------------------------------------------------------
 
 
 def test_convolutions_go_to_muon_when_asked_for() -> None:
@@ -277,20 +260,3 @@ def test_a_convolution_in_channels_last_is_refused_without_zero() -> None:
     net.one.weight.grad = torch.ones_like(net.one.weight)
     with pytest.raises(ValueError, match=r"one\.weight: Muon needs a contiguous parameter"):
         optimizer.step()
-
-
-@pytest.mark.full
-def test_thousands_of_equal_matrices_are_batched() -> None:
-    """One call of Newton-Schulz for the matrices of a stack that a bucket holds."""
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(2000, 4, 6))
-
-    net = module(experts=Experts())
-    optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
-    net.experts.weight.grad = torch.randn(2000, 4, 6)
-    optimizer.step()
-    (plan,) = optimizer.plans
-    assert [batch.count for bucket in plan.buckets for batch in bucket.batches] == [2000]
