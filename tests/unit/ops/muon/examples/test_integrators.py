@@ -38,11 +38,6 @@ class Tool:
     env: tuple[tuple[str, str], ...] = ()  # the same, in the environment
     measure: tuple[str, float] = ("loss", -0.5)  # what the log says of every step, and by how much it changes
 
-    def line(self) -> list[str]:
-        """The arguments of one run."""
-        program, *arguments = self.command.format(self.config).split()
-        return [str(Path(sys.executable).parent / program), *arguments]
-
 
 RANKS_BY_ENV = ("NPROC_PER_NODE", "2")
 TRL = "trl {} --config {{}} --multi_gpu --num_processes 2"
@@ -64,17 +59,25 @@ TOOLS = {
 }
 
 
-def start(command: list[str], folder: Path, env: dict[str, str]) -> str:
-    """What a command and its children write; all of them end with it."""
+def start(command: list[str], folder: Path, extra: tuple[tuple[str, str], ...] = ()) -> str:
+    """What a command and its children write on a machine without GPUs; all of them end with it.
+
+    In place of torchvision and torchaudio are empty modules: their wheels beside a CPU build of torch need CUDA's
+    libraries, the CPU builds are on PyTorch's own index only, and the examples have neither images nor sound.
+    """
+    (folder / "stand_ins").mkdir(exist_ok=True)
+    if torch.version.cuda is None:
+        (folder / "stand_ins" / "torchaudio.py").write_text("")
+        (folder / "stand_ins" / "sitecustomize.py").write_text('import sys\nsys.modules["torchvision"] = None\n')
+    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env["PYTHONPATH"] = os.pathsep.join([str(folder / "stand_ins"), str(folder)])
     log = folder / "log.txt"
+    options = {"cwd": folder, "env": os.environ | env | dict(extra), "stderr": subprocess.STDOUT}
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=output, start_new_session=True, **options)
         try:
-            code: int | str = process.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            code = f"not ended within {TIMEOUT:g} s"
+            code = process.wait(TIMEOUT)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -84,48 +87,18 @@ def start(command: list[str], folder: Path, env: dict[str, str]) -> str:
     return text
 
 
-def environment(folder: Path, extra: tuple[tuple[str, str], ...] = ()) -> dict[str, str]:
-    """Of a machine without GPUs."""
-    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env["PYTHONPATH"] = os.pathsep.join([str(stand_ins(folder)), str(folder)])
-    return os.environ | env | dict(extra)
+def rows(folder: Path, measure: str) -> list[dict[str, float]]:
+    """What the tool logs of every step, without times and counts of tokens."""
+    history = json.loads((folder / f"out/checkpoint-{STEPS}/trainer_state.json").read_text())["log_history"]
+    keys = {"step", "loss", "grad_norm", "learning_rate", measure}
+    return [{key: row[key] for key in keys} for row in history if "loss" in row]
 
 
-def stand_ins(folder: Path) -> Path:
-    """Modules in place of torchvision and torchaudio, whose wheels beside a CPU build of torch need CUDA's libraries.
-
-    The CPU builds of both are on PyTorch's own index only, and the examples have neither images nor sound.
-    """
-    found = folder / "stand_ins"
-    found.mkdir(exist_ok=True)
-    if torch.version.cuda is None:
-        (found / "torchaudio.py").write_text("")
-        (found / "sitecustomize.py").write_text('import sys\nsys.modules["torchvision"] = None\n')
-    return found
+def states(folder: Path, step: int) -> list[Any]:
+    return optimizer_states(folder / f"out/checkpoint-{step}", RANKS)
 
 
-@dataclass
-class Run:
-    """One finished run of a tool."""
-
-    folder: Path
-    output: str
-
-    def rows(self, measure: str) -> list[dict[str, float]]:
-        """What the tool logs of every step, without times and counts of tokens."""
-        history = json.loads((self.checkpoint(STEPS) / "trainer_state.json").read_text())["log_history"]
-        keys = {"step", "loss", "grad_norm", "learning_rate", measure}
-        return [{key: row[key] for key in keys} for row in history if "loss" in row]
-
-    def checkpoint(self, step: int) -> Path:
-        return self.folder / "out" / f"checkpoint-{step}"
-
-    def optimizer_states(self, step: int) -> list[Any]:
-        return optimizer_states(self.checkpoint(step), RANKS)
-
-
-def train(tool: Tool, stage: int, folder: Path, tiny: Path, resume: Path | None = None) -> Run:
+def train(tool: Tool, stage: int, folder: Path, tiny: Path, resume: Path | None = None) -> None:
     """Run an example at another ZeRO stage, with a checkpoint every STEPS / 2 steps."""
     shutil.copytree(EXAMPLES / tool.folder, folder, ignore=shutil.ignore_patterns("out", "tiny"))
     (folder / "tiny").symlink_to(tiny)
@@ -136,14 +109,16 @@ def train(tool: Tool, stage: int, folder: Path, tiny: Path, resume: Path | None 
     settings |= {**dict(tool.settings), **({"resume_from_checkpoint": str(resume)} if resume else {})}
     own = yaml.safe_load((folder / tool.config).read_text())
     (folder / tool.config).write_text(yaml.safe_dump(own | settings))
-    return Run(folder, start(tool.line(), folder, environment(folder, tool.env)))
+    program, *arguments = tool.command.format(tool.config).split()
+    output = start([str(Path(sys.executable).parent / program), *arguments], folder, tool.env)
+    assert output.count(LINE) == 1
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and data of all examples."""
     folder = tmp_path_factory.mktemp("integrators")
-    start([sys.executable, str(EXAMPLES / "tiny_model.py"), "tiny"], folder, environment(folder))
+    start([sys.executable, str(EXAMPLES / "tiny_model.py"), "tiny"], folder)
     return folder / "tiny"
 
 
@@ -156,16 +131,16 @@ def test_ours_trains_and_resumes_exactly(name: str, stage: int, tiny: Path, tmp_
     tool = TOOLS[name]
     if find_spec(tool.module) is None:
         pytest.skip(f"{tool.module} is not installed")
-    whole = train(tool, stage, tmp_path / "whole", tiny)
-    resumed = train(tool, stage, tmp_path / "resumed", tiny, whole.checkpoint(STEPS // 2))
-    assert whole.output.count(LINE) == resumed.output.count(LINE) == 1
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(tool, stage, whole, tiny)
+    train(tool, stage, resumed, tiny, whole / f"out/checkpoint-{STEPS // 2}")
     measure, change = tool.measure
-    rows = whole.rows(measure)
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert (rows[-1][measure] - rows[0][measure]) / change > 1
-    assert resumed.rows(measure)[STEPS // 2 :] == rows[STEPS // 2 :]
-    assert same(whole.optimizer_states(STEPS), resumed.optimizer_states(STEPS))
-    assert not same(whole.optimizer_states(STEPS // 2), whole.optimizer_states(STEPS))
+    found = rows(whole, measure)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert (found[-1][measure] - found[0][measure]) / change > 1
+    assert rows(resumed, measure)[STEPS // 2 :] == found[STEPS // 2 :]
+    assert same(states(whole, STEPS), states(resumed, STEPS))
+    assert not same(states(whole, STEPS // 2), states(whole, STEPS))
 
 
 def train_as_openrlhf_does(stage: int) -> list[float]:
