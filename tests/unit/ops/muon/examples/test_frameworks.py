@@ -5,7 +5,6 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,31 +100,7 @@ def train(
     return Run(framework, folder, launch(EXAMPLES / framework / "train.py", line, folder))
 
 
-@dataclass
-class Runs:
-    """AdamW's first step, and Muon's run without and with an interruption."""
-
-    adamw: Run
-    muon: Run
-    resumed: Run
-
-
 FRAMEWORKS = ("huggingface_trainer", "accelerate", "lightning")
-
-
-CASES = [pytest.param((name, stage), id=f"{name}-stage{stage}") for name in FRAMEWORKS for stage in (2, 3)]
-
-
-@pytest.fixture(scope="module", params=CASES)
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    framework, stage = request.param
-    pytest.importorskip("lightning.pytorch" if framework == "lightning" else "accelerate")
-    pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp(framework)
-    adamw = train(framework, "adamw", stage, folder / "adamw", steps=1)
-    muon = train(framework, "muon", stage, folder / "muon")
-    resumed = train(framework, "muon", stage, folder / "resumed", resume=muon.checkpoint(STEPS // 2))
-    yield Runs(adamw, muon, resumed)
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in EXAMPLES.glob("*/ds_config_adamw.json")))
@@ -145,26 +120,28 @@ def test_the_scripts_do_not_know_the_optimizer(framework: str) -> None:
 
 
 @pytest.mark.sample(1)
-def test_the_gradient_norm_is_adamws(runs: Runs) -> None:
-    """Before clipping, the norm of the first step does not depend on the optimizer.
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_run_learns_and_resumes_exactly(framework: str, stage: int, tmp_path: Path) -> None:
+    """Before clipping, the gradient norm of the first step is AdamW's.
 
     Up to its last bits: ZeRO adds the squares up by parameter group, and Muon's groups are others.
     """
-    adamw, muon = runs.adamw.rows()[0], runs.muon.rows()[0]
-    assert adamw["loss"] == muon["loss"]
-    assert muon["grad_norm"] == pytest.approx(adamw["grad_norm"], rel=1e-6)
-
-
-@pytest.mark.sample(1)
-def test_a_run_learns_and_resumes_exactly(runs: Runs) -> None:
+    pytest.importorskip("lightning.pytorch" if framework == "lightning" else "accelerate")
+    pytest.importorskip("transformers")
+    adamw = train(framework, "adamw", stage, tmp_path / "adamw", steps=1)
+    muon = train(framework, "muon", stage, tmp_path / "muon")
+    resumed = train(framework, "muon", stage, tmp_path / "resumed", resume=muon.checkpoint(STEPS // 2))
     matrices = "Muon updates 14 matrices (98,304 parameters), AdamW updates 7 tensors (33,088 parameters), on 2 ranks"
-    assert all(matrices in run.output for run in (runs.muon, runs.resumed)) and "-muon" not in runs.adamw.output
-    rows, resumed = runs.muon.rows(), runs.resumed.rows()
-    assert len(rows) == STEPS and rows[-1]["loss"] < rows[0]["loss"] - 0.5
-    late = [[row for row in found if row["step"] > STEPS // 2] for found in (rows, resumed)]
+    assert matrices in muon.output and matrices in resumed.output and "deepspeed-muon" not in adamw.output
+    first, *_, last = rows = muon.rows()
+    assert adamw.rows()[0]["loss"] == first["loss"]
+    assert first["grad_norm"] == pytest.approx(adamw.rows()[0]["grad_norm"], rel=1e-6)
+    assert len(rows) == STEPS and last["loss"] < first["loss"] - 0.5
+    late = [[row for row in found if row["step"] > STEPS // 2] for found in (rows, resumed.rows())]
     assert len(late[0]) == STEPS // 2 and late[0] == late[1]
-    assert same(runs.muon.optimizer_states(STEPS), runs.resumed.optimizer_states(STEPS))
-    assert not same(runs.muon.optimizer_states(STEPS // 2), runs.muon.optimizer_states(STEPS))
+    assert same(muon.optimizer_states(STEPS), resumed.optimizer_states(STEPS))
+    assert not same(muon.optimizer_states(STEPS // 2), muon.optimizer_states(STEPS))
 
 
 @pytest.mark.full
