@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ import judge  # noqa: E402
 import launch  # noqa: E402
 import runs as runs_module  # noqa: E402
 from losslog import LossLog, Row, evaluations  # noqa: E402
-from runs import Run, Runs, tune  # noqa: E402
+from runs import Run, Runs  # noqa: E402
 from variants import VARIANTS, WATCH  # noqa: E402
 
 # ---- training ---------------------------------------------------------------------------------------------------
@@ -83,16 +84,15 @@ def test_the_verdict_is_the_side_of_zero_on_which_the_interval_lies(differences:
         assert found.high - found.mean == pytest.approx(4.303 * 0.005 / 3**0.5, rel=1e-3)
 
 
-class MadeUp:
-    """Stands in for training: the loss of a run is a parabola in the logarithms of rate and decay."""
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """The runs of a training that is made up: the loss is a parabola in the logarithm of the rate."""
+    found, bonus = [], {"Muon": 0.4, "NorMuon": 0.5, "cubic5": 0.3}
 
-    def __init__(self, best: dict[str, float], bonus: dict[str, float] | None = None) -> None:
-        self.best, self.bonus, self.trained = best, bonus or {}, []
-
-    def __call__(self, runs: Runs, run: Run, folder: Path) -> None:
-        self.trained.append(run)
-        away = sum(math.log2(getattr(run, key) / value) ** 2 for key, value in self.best.items() if getattr(run, key))
-        loss = 2.0 + 0.01 * away + 0.1 * run.seed - self.bonus.get(run.variant, 0.0) - 0.001 * (run.seed % 2)
+    def train(runs: Runs, run: Run, folder: Path) -> None:
+        found.append(run)
+        loss = 2.0 + 0.01 * math.log2(run.lr / 0.064) ** 2 + 0.1 * run.seed - bonus.get(run.variant, 0.0)
+        loss -= 0.001 * (run.seed % 2)
         log = LossLog(folder / "loss.csv")
         for step in range(1, runs.steps + 1):
             log.write(Row(step, 0.0, loss, run.lr, loss + 0.1 * (runs.steps - step)))
@@ -102,48 +102,18 @@ class MadeUp:
             (folder / "monitor/Train_Muon_max_logit_blocks.0.attn.csv").write_text(logits)
         (folder / "run.json").write_text(json.dumps({"run": asdict(run), "cpu_seconds": 1.5}))
 
-
-@pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
-    training = MadeUp({"lr": 0.064}, {"Muon": 0.4, "NorMuon": 0.5, "cubic5": 0.3})
-    monkeypatch.setattr(Runs, "_train", lambda runs, run, folder: training(runs, run, folder))
-    return training
-
-
-@pytest.mark.parametrize(
-    ("best", "start", "found", "at_the_edge"),
-    [
-        ({"lr": 0.064}, Run("Muon", 0.008), {"lr": 0.064}, ()),
-        ({"lr": 0.048}, Run("Muon", 0.032), {"lr": 0.0453}, ()),
-        ({"lr": 1e6}, Run("Muon", 0.008), {}, ("lr",)),
-        ({"lr": 0.032, "weight_decay": 0.4}, Run("Muon", 0.016, 0.1), {"lr": 0.032, "weight_decay": 0.4}, ()),
-    ],
-    ids=["the grid is widened", "a rate between the best two", "at the edge", "rate and decay in turns"],
-)
-def test_rates_are_tuned(
-    best: dict, start: Run, found: dict, at_the_edge: tuple, made_up: MadeUp, tmp_path: Path
-) -> None:
-    made_up.best = best
-    tuned = tune(Runs(tmp_path, 3), start, tuple(best))
-    assert {key: getattr(tuned.run, key) for key in found} == pytest.approx(found, rel=1e-2)
-    assert tuned.at_the_edge == at_the_edge and len(made_up.trained) <= 2 * (2 + runs_module.MAX_EXTENSIONS)
-
-
-def test_a_variant_whose_rate_is_not_tuned_takes_that_of_its_base(made_up: MadeUp, tmp_path: Path) -> None:
-    made_up.best = {"lr": 0.064, "weight_decay": 0.2}
-    tuned = experiments.best_of(Runs(tmp_path, 3), "Muon, decay", 128)
-    assert (tuned.run.lr, tuned.run.weight_decay) == (0.064, 0.2)
-    assert {run.lr for run in made_up.trained if run.variant == "Muon, decay"} == {0.064}
+    monkeypatch.setattr(Runs, "_train", train)
+    return found
 
 
 def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
-    made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With jobs in parallel, tables, charts and CSV; studies of widths and of clipping, and a variant of `--also`."""
     words = "--steps 3 --seeds 3 --finalists 1 --variants NorMuon cubic5 AOL --also AOL --widths 64 128"
     monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(tmp_path), *words.split()])
     experiments.main()
-    first = list(made_up.trained)
+    first = list(trained)
     assert {run.seed for run in first if run.variant == "NorMuon"} == {0, 1, 2, 3}
     assert {run.seed for run in first if run.variant == "cubic5"} == {0}
     text = (tmp_path / "experiments.md").read_text()
@@ -159,7 +129,7 @@ def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
     assert "| 0.256 (4 x) | not clipped | 700.0 |" in text and "| 0.256 (4 x) | 30 | 0.5 |" in text
     assert min((tmp_path / f"{name}.png").stat().st_size for name in ("experiments", "width", "qk_clip")) > 5000
     experiments.main()
-    assert made_up.trained == first
+    assert trained == first
 
 
 def test_the_page_shows_the_results() -> None:
@@ -172,9 +142,8 @@ def test_the_page_shows_the_results() -> None:
         assert f"(../assets/{chart})" in "\n".join(page)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_config_of_each_variant_is_accepted(variant: str) -> None:
-    definition = VARIANTS[variant]
+@pytest.mark.parametrize("definition", VARIANTS.values(), ids=VARIANTS)
+def test_the_config_of_each_variant_is_accepted(definition: Any) -> None:
     assert definition.control in VARIANTS
     if definition.base == "Muon":
         parse(definition.config()["optimizer"]["params"])

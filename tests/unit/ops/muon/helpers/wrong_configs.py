@@ -4,7 +4,9 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -146,41 +148,31 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _attempt(reached: list[str], model: Callable[[], nn.Module], config: dict[str, Any], group: dict[str, Any]) -> str:
-    """Call `deepspeed.initialize`; return its message. Append to `reached` what was allocated before the error."""
-    import pytest
+def _attempt(model: Callable[[], nn.Module], config: dict[str, Any], group: dict[str, Any]) -> tuple[str, list[str]]:
+    """Call `deepspeed.initialize`; return its message, and what was begun before the error."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     import deepspeed
     from deepspeed.muon import MuonWithAuxAdam
 
-    def note(original: Callable) -> Callable:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            reached.append(original.__name__)
-            return original(*args, **kwargs)
-
-        return noted
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (
-            (DeepSpeedEngine, "__init__"),
-            (DeepSpeedEngine, "_configure_zero_optimizer"),
-            (DeepSpeedEngine, "_configure_bf16_optimizer"),
-            (DeepSpeedEngine, "_configure_fp16_optimizer"),
-            (MuonWithAuxAdam, "bind"),
-        ):
-            patch.setattr(owner, name, note(getattr(owner, name)))
+    engine = ("__init__", *(f"_configure_{kind}_optimizer" for kind in ("zero", "bf16", "fp16")))
+    with ExitStack() as stack:
+        spies = {}
+        for owner, name in (*((DeepSpeedEngine, name) for name in engine), (MuonWithAuxAdam, "bind")):
+            spy = mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+            spies[name] = stack.enter_context(spy)
         net = model()
         given: Any = [{"params": list(net.parameters()), **group}] if group else list(net.parameters())
         try:
             deepspeed.initialize(model=net, config=config, model_parameters=given)[0].destroy()
+            message = "accepted"
         except ValueError as error:
-            return f"{type(error).__name__}: {error}"
-    return "accepted"
+            message = f"{type(error).__name__}: {error}"
+        return message, [name for name, spy in spies.items() if spy.called]
 
 
 def attempt_all() -> list[tuple[str, str, list[str]]]:
-    """Try every case in this process; return (what was written, message, what was allocated before it) of each."""
+    """Try every case in this process; return (what was written, message, what was begun before it) of each."""
     muon: dict[str, Any] = {"type": "Muon", "params": {}}
     plain = ds_config(optimizer=muon)
     cases: list[tuple[str, Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = [
@@ -193,8 +185,7 @@ def attempt_all() -> list[tuple[str, str, list[str]]]:
     results = []
     for title, model, config, group in cases:
         torch.manual_seed(0)
-        reached: list[str] = []
-        results.append((title, _attempt(reached, model, config, group), reached))
+        results.append((title, *_attempt(model, config, group)))
     return results
 
 
