@@ -82,7 +82,7 @@ def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
         for way in ("in place", "to itself"):
             engine, times = training.build_engine(job), []
             optimizer = engine.basic_optimizer
-            choice = choice or optimizer.choice.pinned()  # a second race may end otherwise, and with it the bits
+            choice = choice or optimizer.choice.as_json()  # a second race may end otherwise, and with it the bits
             for group in optimizer.param_groups:
                 if group["use_muon"]:
                     group["ns_choice"] = choice

@@ -216,8 +216,10 @@ def fake_step(
         tensor.grad = torch.randn_like(tensor)
     held = zip(flat, parts, plans, strict=True)
     partitions = [Partition(index, (t,), part.shards, None, p.rank, p.of_all.world_size) for t, part, p in held]
-    candidates = Candidates.of(optimizer.config, optimizer.tables_on(CPU), optimizer.ns_methods, CPU, has_bf16=True)
-    optimizer.bind(partitions, candidates.without_race(optimizer.shapes), CPU)
+    candidates = Candidates.from_config(
+        optimizer.config, optimizer.tables_on(CPU), optimizer.ns_methods, CPU, has_bf16=True
+    )
+    optimizer.bind(partitions, candidates.choose_untimed(optimizer.shapes), CPU)
     for (key, bound), of_part in zip(optimizer._steps.items(), plans, strict=True):
         facts = {f.name: getattr(bound.exchange, f.name) for f in dataclasses.fields(Exchange)}
         optimizer._steps[key] = dataclasses.replace(bound, plan=of_part, exchange=Alone(**facts))

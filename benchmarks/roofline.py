@@ -73,7 +73,7 @@ def demands(
     if stage == 0:
         return [Demand(sum(each), moved), Demand(share, moved, numel * itemsize * (world - 1) / world)]
     half = muon_half(matrices)
-    cost = half.cost(SIMPLE, dtype, itemsize, "cpu")
+    cost = half.cost_model(SIMPLE, dtype, itemsize, "cpu")
     parts = lay_out([half], Layout(stage, world))
     return [Demand(share, moved / world, sum(step_cost(part, cost).least_bytes for part in parts))]
 

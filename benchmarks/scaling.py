@@ -98,7 +98,7 @@ def forecast(
         begin = time.perf_counter()
         with without_collector():  # as when an optimizer binds
             for part, counts in ((cost.part, cost.plan.counts) for cost in found.costs):
-                cost = part.half.cost(PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
+                cost = part.half.cost_model(PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
                 global_plan(part.shards, part.world_size, cost, counts=counts).view(rank)
         row[title] = time.perf_counter() - begin
     return row
@@ -112,7 +112,7 @@ def busiest(planned: Estimate) -> dict[str, float]:
     found = {"busiest": planned, "of one owner each": alone}
     row = {title: sum(max(cost.flops) for cost in of.costs) / mean for title, of in found.items()}
     shapes = Counter(item.shape for cost in alone.costs for item in cost.part.items)
-    flops = muon_half([*shapes]).cost(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type).flops
+    flops = muon_half([*shapes]).cost_model(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type).flops
     padded = sum(math.ceil(count / world) * flops(*shape) for shape, count in shapes.items())
     return row | {"in padded rounds": padded / mean}
 
@@ -159,7 +159,7 @@ def phases(found: Estimate, machine: Machine, network: Network | None) -> dict[s
 def _between(cost: StepCost, network: Network, ranks_per_node: int) -> float:
     is_near = max(cost.plan.counts, default=1) <= ranks_per_node
     gbs, latency = (network.near_gbs, network.near_latency_us) if is_near else (network.gbs, network.latency_us)
-    model = cost.part.half.cost(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type)
+    model = cost.part.half.cost_model(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type)
     calls = Counter[int]()
     for owner, item in cost.plan.owned:
         calls[owner] += model.of_owner(*item.shape, item.owners).calls
@@ -293,5 +293,5 @@ def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
     torch.set_num_threads(1)
     halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
     unavailable = unavailable_kernels("auto", ["cpu"])
-    candidates = Candidates.of(parse({}), product_tables(unavailable, "cpu"), {"auto"}, cpu, has_bf16=True)
+    candidates = Candidates.from_config(parse({}), product_tables(unavailable, "cpu"), {"auto"}, cpu, has_bf16=True)
     return dataclasses.asdict(measure(halves, candidates, torch.bfloat16, cpu, choose(unavailable), 1)[0])

@@ -26,7 +26,7 @@ from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.choice import Choice, from_pinned
+from deepspeed.muon.math.choice import Choice, choice_from_json
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of, whole
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.schedules import Schedules
@@ -46,7 +46,7 @@ from deepspeed.muon.step.binding import StepContext, bind_partition
 from deepspeed.muon.step.gradient_checks import are_finite
 from deepspeed.muon.step.normuon_moments import SecondMoments
 from deepspeed.muon.step.partition_step import PartitionStep, short_hash
-from deepspeed.muon.tuning import Tuning, pinned_in
+from deepspeed.muon.tuning import Tuning, resume_choice
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -187,7 +187,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if not group["use_muon"]:
                 self._adam_partitions.append(partition)
                 continue
-            choice = pinned_in(group, tuning.choice, self.config.ns_dtype)
+            choice = resume_choice(group, tuning.choice, self.config.ns_dtype)
             if partition.group is not None:
                 limit_time(partition.group)
             self._steps[partition.tensors[0]] = step = bind_partition(
@@ -222,7 +222,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self.context.is_logging and self._steps and self.choice != self._warned_choice:
             self._warned_choice = self.choice
             _, tuning, device = self._binding
-            tuning.warn_of_pinned(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
+            tuning.warn_of_saved_choice(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict`` holds NorMuon's state of all matrices. Enter it on all ranks."""
@@ -231,7 +231,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @property
     def choice(self) -> Choice:
         """Return the dtype, methods and kernels of Newton-Schulz, which are the same in all groups."""
-        return next(from_pinned(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
+        return next(choice_from_json(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
 
     @property
     def ns_methods(self) -> set[str]:
@@ -457,7 +457,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]
         if self._schedules != Schedules():
-            group = self._schedules.at(group, done=int(states[0]["step"]))
+            group = self._schedules.settings_at(group, done=int(states[0]["step"]))
         torch._foreach_add_([state["step"] for state in states], 1)
         return step.run(group, self.state, self._phase, self._stats)
 

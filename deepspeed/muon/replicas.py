@@ -18,7 +18,7 @@ from deepspeed.muon.exchange.partition import whole_partition
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.step.binding import StepContext
-from deepspeed.muon.tuning import Candidates, has_bf16, may_race
+from deepspeed.muon.tuning import Candidates, has_bf16, may_time
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
@@ -67,7 +67,7 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
         for index, group in enumerate(optimizer.param_groups)
     ]
     device = partitions[0].tensors[0].device
-    candidates = Candidates.of(
+    candidates = Candidates.from_config(
         optimizer.config,
         optimizer.tables_on(device),
         optimizer.ns_methods,
@@ -75,8 +75,8 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
         has_bf16(device.type),
     )
     # Several processes might each measure another kernel as the fastest, so they choose without measuring.
-    races = processes() == 1 and may_race()
-    optimizer.bind(partitions, candidates.choose(optimizer.shapes, world_size=1, races=races), device)
+    may_measure = processes() == 1 and may_time()
+    optimizer.bind(partitions, candidates.choose(optimizer.shapes, world_size=1, may_time=may_measure), device)
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.choice import unknown, unknown_methods
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, codes_of, kept_dtype
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, kept_dtype, zero_codes
 from deepspeed.muon.step.normuon_moments import SAVED
 from deepspeed.muon.step.partition_step import short_hash
 
@@ -159,7 +159,7 @@ def _cast_momentum(optimizer: Any) -> None:
             changes.add((saved.dtype, dtype))
         if dtype == torch.int8:
             blocks = optimizer.blocks_of(tensor)
-            state |= codes_of(saved.tensor.shape, blocks, tensor.device)  # tensor is empty while it is on NVMe
+            state |= zero_codes(saved.tensor.shape, blocks, tensor.device)  # tensor is empty while it is on NVMe
             blocks.write(state, 0, saved.tensor.reshape(-1))
         else:
             state[MOMENTUM] = saved.tensor.to(dtype=dtype, device=tensor.device)

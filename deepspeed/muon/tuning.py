@@ -22,7 +22,7 @@ from deepspeed.muon.kernels.rounding import key_of, noise
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.choice import TORCH, Choice, Rates, Shape, by_count, fastest, from_pinned, seconds
+from deepspeed.muon.math.choice import TORCH, Choice, Rates, Shape, by_count, choice_from_json, fastest, seconds
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products
 from deepspeed.muon.numerics import fixed_numerics
@@ -58,7 +58,7 @@ class Tuning:
         ours, theirs = (seconds(self.rates, choice, shapes, schedule) for choice in (self.choice, other))
         return theirs / ours if ours and theirs else None
 
-    def warn_of_pinned(
+    def warn_of_saved_choice(
         self, pinned: Choice, shapes: Mapping[Shape, int], schedule: Schedule, tables: Collection[str]
     ) -> None:
         """Warn if a checkpoint's choice needs kernels that ``tables`` lacks, or is slow by the measured rates."""
@@ -85,7 +85,9 @@ class Tuning:
         recipes = [str(recipe) for recipe in choice.recipes.values()]
         how = ", ".join(f"{recipes.count(one)} of {len(recipes)} shapes by {one}" for one in dict.fromkeys(recipes))
         reason = (
-            f"the fastest of those timed at start; {pin(choice.dtype)}" if self.rates else "by the count of operations"
+            f"the fastest of those timed at start; {keep_dtype_hint(choice.dtype)}"
+            if self.rates
+            else "by the count of operations"
         )
         return f"{choice.dtype}, {how} ({reason})"
 
@@ -101,7 +103,7 @@ class Candidates:
     device: torch.device
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: MuonConfig,
         tables: Mapping[str, Operations],
@@ -127,7 +129,7 @@ class Candidates:
         """Return the dtype to use if nothing is timed: fp32 on a CPU; elsewhere bf16, or fp16 if bf16 is emulated."""
         return self.dtypes[0] if self.device.type == "cpu" else self.dtypes[-1]
 
-    def without_race(self, shapes: Mapping[Shape, int]) -> Tuning:
+    def choose_untimed(self, shapes: Mapping[Shape, int]) -> Tuning:
         """Choose without timing: the default dtype, the last table on a CPU and torch's elsewhere, methods by count."""
         table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
         return Tuning(by_count(shapes, self.schedule, self.default_dtype, self.methods, table))
@@ -136,22 +138,22 @@ class Candidates:
         self,
         shapes: Mapping[Shape, int],
         world_size: int,
-        races: bool,
+        may_time: bool,
         is_logging_rank: bool = True,
         slowest: Callable[[Callable[[], Rates]], Rates] = lambda measure: measure(),
     ) -> Tuning:
-        """Choose by a race if ``races`` and if there are several dtypes or tables; otherwise :meth:`without_race`.
+        """Choose by a race if ``races`` and if there are several dtypes or tables; otherwise :meth:`choose_untimed`.
 
         Args:
             shapes: (rows, columns) -> number of matrices in the model.
             world_size: number of ranks that share the matrices; it decides how many matrices a batch has.
-            races: whether a race is allowed, see :func:`may_race`.
+            races: whether a race is allowed, see :func:`may_time`.
             is_logging_rank: whether this process logs that compiling may take long.
             slowest: takes a function that measures this process's rates, and returns the slowest rank's rates.
         """
         # Each rank of an engine chooses for itself, so everything below follows from facts on which they have agreed.
-        if not (races and shapes and (len(self.dtypes) > 1 or len(self.tables) > 1)):
-            return self.without_race(shapes)
+        if not (may_time and shapes and (len(self.dtypes) > 1 or len(self.tables) > 1)):
+            return self.choose_untimed(shapes)
         compiled = [name for name in self.tables if name != TORCH and self.device.type != "cpu"]
         if compiled and is_logging_rank:
             logger.info(
@@ -160,13 +162,13 @@ class Candidates:
                 " and ".join(compiled),
                 ", ".join(self.dtypes),
             )
-        rates = slowest(lambda: race(shapes, world_size, self.dtypes, self.tables, self.device))
+        rates = slowest(lambda: measure_rates(shapes, world_size, self.dtypes, self.tables, self.device))
         choice = fastest(rates, shapes, self.schedule, self.methods)
-        return Tuning(choice, rates) if choice else self.without_race(shapes)
+        return Tuning(choice, rates) if choice else self.choose_untimed(shapes)
 
 
 @fixed_numerics()
-def race(
+def measure_rates(
     shapes: Mapping[Shape, int],
     world_size: int,
     dtypes: Collection[str],
@@ -265,7 +267,7 @@ def _check(table: Operations, x: Tensor, work: Workspace) -> None:
         raise ArithmeticError(f"relative error {float(error):.1e} in one iteration, more than {MAX_ERROR * eps:.1e}")
 
 
-def may_race() -> bool:
+def may_time() -> bool:
     """Return whether a race is allowed: not under torch's deterministic algorithms, as timings differ between runs."""
     return not torch.are_deterministic_algorithms_enabled()
 
@@ -286,12 +288,12 @@ def has_bf16(device_type: str, supported: bool | None = None) -> bool:
     return supported
 
 
-def pin(dtype: str) -> str:
+def keep_dtype_hint(dtype: str) -> str:
     """Return advice on how to fix the dtype, for the log: the race of another run may choose another one."""
     return f'"ns_dtype": "{dtype}" in optimizer.params keeps this dtype in new runs'
 
 
-def pinned_in(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choice:
+def resume_choice(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choice:
     """Return a group's choice for Newton-Schulz, and store it in the group's ``ns_choice`` for checkpoints.
 
     If a loaded checkpoint has put an ``ns_choice`` there, its shapes keep their methods and kernels, so that a resumed
@@ -300,10 +302,10 @@ def pinned_in(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choice:
     """
     choice = default
     if "ns_choice" in group:
-        saved = from_pinned(group["ns_choice"])
+        saved = choice_from_json(group["ns_choice"])
         choice = Choice(saved.dtype if ns_dtype == "auto" else ns_dtype, {**default.recipes, **saved.recipes})
     choice = choice.with_methods(group.pop("ns_methods", {}))  # a checkpoint of 0.1.0 has methods only
-    group["ns_choice"] = choice.pinned()
+    group["ns_choice"] = choice.as_json()
     return choice
 
 

@@ -70,7 +70,7 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def pointing_to(section: Mapping[str, Any], ds_config: str) -> str:
+def with_ds_config_file(section: Mapping[str, Any], ds_config: str) -> str:
     """Return accelerate's configuration ``section`` as YAML, naming the file ``ds_config`` in place of its fields."""
     import yaml
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed.muon.cli.accelerate import ds_config_of, pointing_to
+from deepspeed.muon.cli.accelerate import ds_config_of, with_ds_config_file
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
@@ -67,7 +67,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     """
     whole, decisions, pointing = parse_file(path), list[Decision](), None
     if is_accelerates(whole):
-        section, pointing = ds_config_of(path, whole), pointing_to(whole, out)
+        section, pointing = ds_config_of(path, whole), with_ds_config_file(whole, out)
         why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
         decisions.append(Decision("deepspeed_config", "fields moved here", why))
     elif (section := find_ds_config(path, whole)) is not whole:

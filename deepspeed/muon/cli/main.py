@@ -134,7 +134,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     settings = read_settings(args.config, section, args.world_size, args.stage)
     config, device = settings.config, torch.device(args.device)
     layout = dataclasses.replace(settings.layout, ranks_per_node=args.ranks_per_node)
-    candidates = Candidates.of(config, {}, {config.ns_method}, device, has_bf16=True)
+    candidates = Candidates.from_config(config, {}, {config.ns_method}, device, has_bf16=True)
     dtype = candidates.default_dtype
     model = build(args.model)
     try:

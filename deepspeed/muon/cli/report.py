@@ -19,7 +19,7 @@ import torch
 from deepspeed.muon.cli.tables import aligned
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.tuning import pin, race
+from deepspeed.muon.tuning import keep_dtype_hint, measure_rates
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.patches import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
@@ -69,7 +69,7 @@ def _rates(device_type: str) -> dict[str, float]:
     unavailable = selection.unavailable_kernels("auto", [device_type])
     tables = selection.product_tables(unavailable, device_type)
     device = torch.device(device_type)
-    rates = race({SHAPE: 4}, world_size=1, dtypes=DTYPES, tables=tables, device=device)
+    rates = measure_rates({SHAPE: 4}, world_size=1, dtypes=DTYPES, tables=tables, device=device)
     return {dtype: max(of_tables.values()) / 1e12 for dtype, of_tables in rates.items() if of_tables}
 
 
@@ -188,7 +188,7 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
         ["backends of torch", ", ".join(name for name, has in facts["backends"].items() if has) or "NONE"],
         ["kernels", facts["kernels"]],
         ["products of Newton-Schulz", f"{', '.join(rates)} TFLOP/s, on matrices of {SHAPE[0]} x {SHAPE[1]}"],
-        *([["fastest dtype", f"{best}; {pin(best)}"]] if (best := facts["fastest_dtype"]) else []),
+        *([["fastest dtype", f"{best}; {keep_dtype_hint(best)}"]] if (best := facts["fastest_dtype"]) else []),
     ]
     verdict = [f"problem: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
     return "\n".join([*verdict, "", aligned(rows), *_of_launch(facts.get("launch"))])

@@ -68,7 +68,7 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
     muon = [part for part in parts if part.half.use_muon]
     costs = []
     for part in muon:
-        cost = part.half.cost(
+        cost = part.half.cost_model(
             schedule=config.schedule,
             dtype=memory.dtype,
             wire_bytes=memory.wire_bytes,
@@ -105,10 +105,10 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     """Return ``per_rank`` of ``ds_muon plan --json``: means and maxima of bytes and operations, and counts."""
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
-    state = [shards + moments for moments in _by_rank([cost.moment_bytes for cost in costs], world_size)]
-    sent = _by_rank([cost.sent_bytes for cost in costs], world_size)
-    between = _by_rank([cost.between_bytes for cost in costs], world_size)
-    flops = _by_rank([cost.flops for cost in costs], world_size)
+    state = [shards + moments for moments in _sums_per_rank([cost.moment_bytes for cost in costs], world_size)]
+    sent = _sums_per_rank([cost.sent_bytes for cost in costs], world_size)
+    between = _sums_per_rank([cost.between_bytes for cost in costs], world_size)
+    flops = _sums_per_rank([cost.flops for cost in costs], world_size)
     mean = sum(flops) / world_size
     # Parts are stepped one after the other, and each waits for its own busiest rank.
     waited_for = sum(max(cost.flops) for cost in costs)
@@ -126,7 +126,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     }
 
 
-def _by_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
+def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
     """Return each rank's sum over ``lists``: one per part, with a value per rank, or one value that all ranks share."""
     spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
     return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]

@@ -58,7 +58,9 @@ class Half:
         """Return a function (rows, cols) -> method of Newton-Schulz, which counts operations and times nothing."""
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
-    def cost(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1) -> CostModel:
+    def cost_model(
+        self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1
+    ) -> CostModel:
         """Return the cost model with this group's methods; the arguments are those of :func:`cost_model`."""
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
@@ -156,9 +158,9 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
         order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
     offsets, end = [], 0
     for spec in order:
-        offsets.append(_up(end, layout.alignment))
+        offsets.append(_round_up(end, layout.alignment))
         end = offsets[-1] + spec.numel
-    span = _up(end, FLAT_ALIGNMENT * world_size) // world_size
+    span = _round_up(end, FLAT_ALIGNMENT * world_size) // world_size
     shards = tuple(Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
     yield StepPart(half=half, shards=shards, tensors=1, numel=span, world_size=world_size)
 
@@ -169,7 +171,7 @@ def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
     shards: list[Shard] = []
     base = 0
     for count, spec in enumerate(half.specs, 1):
-        size = _up(spec.numel, world_size) // world_size
+        size = _round_up(spec.numel, world_size) // world_size
         shards.append(Shard(spec, 0, Placement(0, size, base)))
         base += size
         if base >= limit or count == len(half.specs):
@@ -177,7 +179,7 @@ def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
             shards, base = [], 0
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 

@@ -26,7 +26,7 @@ from deepspeed.muon.math.momentum_storage import kept_dtype
 from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
-from deepspeed.muon.tuning import Candidates, may_race, method_of, with_products
+from deepspeed.muon.tuning import Candidates, may_time, method_of, with_products
 
 #: Seconds for all shapes together, not counting the first call of each, which may compile kernels.
 SECONDS = 8.0
@@ -87,7 +87,7 @@ def measure(
     muon = [half for half in halves if half.use_muon]
     blocks = Counter((b.rows, b.cols, half.ns_method) for half in muon for spec in half.specs for b in spec.blocks)
     counts = Counter((rows, cols) for rows, cols, _ in blocks.elements())
-    choice = candidates.choose(counts, world_size, races=may_race()).choice
+    choice = candidates.choose(counts, world_size, may_time=may_time()).choice
     shapes = Counter((rows, cols, method_of(choice, method, rows, cols)) for rows, cols, method in blocks.elements())
     timer = _ShapeTimer(candidates, choice, wire, kernels)
     rates = timer.rates(shapes, world_size, seconds)

@@ -61,8 +61,8 @@ class Choice:
         """Return the distinct names of all recipes' tables."""
         return set().union(*(recipe.tables for recipe in self.recipes.values()))
 
-    def pinned(self) -> dict[str, Any]:
-        """Return the choice as JSON values, as checkpoints store it; :func:`from_pinned` reads it."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the choice as JSON values, as checkpoints store it; :func:`choice_from_json` reads it."""
         return {"dtype": self.dtype, "shapes": {key: asdict(recipe) for key, recipe in self.recipes.items()}}
 
     def with_methods(self, methods: Mapping[str, str]) -> Choice:
@@ -78,8 +78,8 @@ def shape_key(rows: int, cols: int) -> str:
     return "x".join(map(str, sorted((rows, cols))))
 
 
-def from_pinned(pinned: Mapping[str, Any]) -> Choice:
-    """Return the choice from its saved form (:meth:`Choice.pinned`), once :func:`unknown` has found nothing in it."""
+def choice_from_json(pinned: Mapping[str, Any]) -> Choice:
+    """Return the choice from its saved form (:meth:`Choice.as_json`), once :func:`unknown` has found nothing in it."""
     return Choice(pinned["dtype"], {key: Recipe(**recipe) for key, recipe in pinned["shapes"].items()})
 
 
@@ -88,7 +88,7 @@ def unknown(pinned: Any) -> list[str]:
     because other machines have other tables.
     """
     try:
-        choice = from_pinned(pinned)
+        choice = choice_from_json(pinned)
         wrong = [repr(choice.dtype)] if choice.dtype not in DTYPES else []
         return wrong + unknown_methods({key: recipe.method for key, recipe in choice.recipes.items()})
     except (KeyError, TypeError, AttributeError):

@@ -137,13 +137,13 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
     done, rounding = 0, ROUNDING[dtype]
     while done < len(schedule):
         lengths = range(min(rounding.longest, len(schedule) - done), 1, -1)
-        fitting = (length for length in lengths if _moved(schedule, done, length, rounding) <= MAX_SHIFT)
+        fitting = (length for length in lengths if _max_shift(schedule, done, length, rounding) <= MAX_SHIFT)
         found.append(next(fitting, 1))
         done += found[-1]
     return tuple(found)
 
 
-def _moved(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
+def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
     """Return how far errors of one sign in the Gram matrices between composed steps move a singular value at most.
     ``first``, ``length``: the index of the first composed step, and the number of them.
     """

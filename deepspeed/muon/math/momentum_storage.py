@@ -49,7 +49,7 @@ class Blocks:
         for fragment, (start, end) in zip(self.fragments, pairwise(self._ends), strict=True):
             yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
 
-    def around(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
+    def fragment_at(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
         """Return (fragment, codes, blocks' largest magnitudes, skipped) of ``numel`` elements from index ``start``.
         ``skipped``: how many elements of the first block precede them.
         """
@@ -108,13 +108,13 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         dtype = kept_dtype(tensor, momentum_dtype)
         if dtype == torch.int8:
-            state |= codes_of(tensor.shape, blocks(tensor), tensor.device)
+            state |= zero_codes(tensor.shape, blocks(tensor), tensor.device)
         else:
             state[MOMENTUM] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
     return state
 
 
-def codes_of(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
+def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
     """Return the state keys of an int8 momentum of zeros."""
     return {
         CODES: torch.zeros(shape, dtype=torch.int8, device=device),

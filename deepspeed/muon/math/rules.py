@@ -55,7 +55,7 @@ class Rules:
         texts = [f"{name} ({sides.replace('_', ', then ')})" for name, sides in names.items() if sides != "none"]
         return ", ".join([*texts, *([f"NorMuon (beta2 {self.normuon_beta2:g})"] if self.normuon else ())])
 
-    def before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
+    def apply_before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
         """Apply the rules before Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
         if self.muon_eq != "none":
             axes = [axis ^ side for side in SIDES[self.muon_eq]]
@@ -67,7 +67,7 @@ class Rules:
                     near_one_(matrix, dim=1 - axes[0])
                     equalize(matrix, axes, work)
 
-    def after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
+    def apply_after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
         """Apply the rules after Newton-Schulz, in place. ``second_moments``: with NorMuon, one per matrix; updated."""
         if self.muon_plus != "none":
             axes = [axis ^ side for side in SIDES[self.muon_plus]]

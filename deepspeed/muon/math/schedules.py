@@ -23,7 +23,7 @@ class Schedules:
     momentum_warmup_steps: int = 300
     muon_weight_decay_steps: int | None = None
 
-    def at(self, group: dict[str, Any], done: int) -> dict[str, Any]:
+    def settings_at(self, group: dict[str, Any], done: int) -> dict[str, Any]:
         """Return a copy of a Muon group with the momentum and weight decay of update number ``done`` + 1."""
         momentum, decay = group["momentum"], group["weight_decay"]
         if self.momentum_start is not None and done < self.momentum_warmup_steps:

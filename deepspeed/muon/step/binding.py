@@ -113,7 +113,7 @@ def bind_partition(
         elementwise=context.kernels,
         multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
-        settings=repr((choice.pinned(), settings)),
+        settings=repr((choice.as_json(), settings)),
         sharers=sharers,
         owner_counts=owner_counts,
         blocks=blocks,

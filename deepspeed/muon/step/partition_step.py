@@ -250,7 +250,7 @@ class PartitionStep:
         If the run is everything that this rank holds of the parameter, update the momentum in the same pass.
         """
         state, copy = self._states[tensor], run.copy
-        fragment, codes, absmax, skipped = self.blocks[tensor].around(state, copy.start, copy.extent)
+        fragment, codes, absmax, skipped = self.blocks[tensor].fragment_at(state, copy.start, copy.extent)
         gradient = grad.view(-1)[copy.start : copy.start + copy.extent]
         # The run is all that this rank holds of the parameter, so no other run shares its blocks: one pass does both.
         if copy.numel == fragment.numel:
@@ -276,7 +276,9 @@ class PartitionStep:
             for run in bucket.runs:
                 if run.matrix in self._absent:
                     tensor = self._group["params"][run.tensor]
-                    fragment, *_ = self.blocks[tensor].around(self._states[tensor], run.copy.start, run.copy.extent)
+                    fragment, *_ = self.blocks[tensor].fragment_at(
+                        self._states[tensor], run.copy.start, run.copy.extent
+                    )
                     absent_runs[run.tensor, fragment.position].append(run)
         for index, tensor in enumerate(self._group["params"]):
             if tensor.grad is None:
@@ -320,7 +322,7 @@ class PartitionStep:
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
             # Rules need whole rows and columns; the plan therefore gives each matrix one owner if there are rules.
             if rules is not None:
-                rules.before(matrices, batch.axis, self._work)
+                rules.apply_before(matrices, batch.axis, self._work)
             if stats is not None:
                 stats.before_newton_schulz(batch.names, matrices)
             rows, cols = batch.shape
@@ -340,7 +342,7 @@ class PartitionStep:
             if stats is not None:
                 stats.after_newton_schulz(batch.names, matrices)
             if rules is not None:
-                rules.after(matrices, batch.axis, self.second_moments.of(batch.names), self._work)
+                rules.apply_after(matrices, batch.axis, self.second_moments.of(batch.names), self._work)
 
     # ---- on the shard: decay and update -------------------------------------------------------------------
 

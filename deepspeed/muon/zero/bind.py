@@ -25,7 +25,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.owners import neighbours
 from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.step.partition_step import short_hash
-from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_race
+from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_time
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.compatibility import muon_facts_of_all_stages
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
@@ -135,7 +135,7 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
     def slowest(measure: Callable[[], Rates]) -> Rates:  # in each step all ranks wait for the slowest one
         return agree(lambda: {"rates": measure()}, lambda facts: lowest([stated["rates"] for stated in facts]))
 
-    return Candidates.of(optimizer.config, tables, methods, device, agreed["bf16"]).choose(
+    return Candidates.from_config(optimizer.config, tables, methods, device, agreed["bf16"]).choose(
         shapes, world_size, agreed["races"], is_logging_rank=optimizer.context.is_logging, slowest=slowest
     )
 
@@ -179,7 +179,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "bf16": has_bf16(get_accelerator().device_name(), get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
-        "races": may_race(),
+        "races": may_time(),
         # Ranks with the same host name share a node, and only they may own a matrix together.
         "host": socket.gethostname(),
         "group_count": len(groups),

@@ -37,7 +37,7 @@ def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartDemand:
 
 def counted_cost(ns_method: str, *how: Any) -> CostModel:
     """Return the cost model of a forecast; ``how``: other arguments of ``deepspeed.muon.forecast.layout.Half.cost``."""
-    return Half(use_muon=True, specs=(), ns_method=ns_method).cost(*how)
+    return Half(use_muon=True, specs=(), ns_method=ns_method).cost_model(*how)
 
 
 def cubic_cost(factor: float = 20.0, flops_per_byte: float = 200.0, device_type: str = "cpu") -> CostModel:

@@ -45,5 +45,5 @@ def opinion(rate: Callable[[str, str], float]) -> Iterator[list[tuple[str, ...]]
         return {dtype: {name: rate(dtype, name) for name in tables} for dtype in dtypes}
 
     with races(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.muon.tuning.race", race)
+        patch.setattr("deepspeed.muon.tuning.measure_rates", race)
         yield held

@@ -40,10 +40,10 @@ def test_rules_equal_their_definitions(rule: str, shape: tuple[int, int], axis: 
     for step in range(3):
         matrix = matrix_of(shape, dtype, step)
         wanted = matrix.double().permute(turn)
-        rules.before(matrix[None], axis, Workspace())
+        rules.apply_before(matrix[None], axis, Workspace())
         wanted = oracle.get("before", lambda x: x)(wanted)
         assert error(matrix, wanted.permute(turn)) < TOLERANCES[dtype]
-        rules.after(matrix[None], axis, moments, Workspace())
+        rules.apply_after(matrix[None], axis, moments, Workspace())
         wanted = oracle.get("after", lambda x, memory: x)(wanted, memory)
         assert error(matrix, wanted.permute(turn)) < 2 * TOLERANCES[dtype]
 
@@ -54,9 +54,9 @@ def test_magnitudes_do_not_matter(power: int, dtype: torch.dtype) -> None:
     """Squares would leave the range of fp32; so would those of one row beside another of its own magnitude."""
     rules, matrix = Rules(muon_eq="rows"), matrix_of((6, 10), dtype)
     wanted = matrix.clone()
-    rules.before(wanted[None], 0, Workspace())
+    rules.apply_before(wanted[None], 0, Workspace())
     matrix[::2] = torch.ldexp(matrix[::2].double(), torch.tensor(power)).to(dtype)
-    rules.before(matrix[None], 0, Workspace())
+    rules.apply_before(matrix[None], 0, Workspace())
     assert error(matrix, wanted.double()) < (0.2 if power == -130 else TOLERANCES[dtype])
 
 
