@@ -27,7 +27,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.choice import Choice, choice_from_json
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of, whole
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of, whole_parameter
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
@@ -339,7 +339,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
         """Return the quantization blocks of a tensor's int8 momentum; if unbound, the tensor is one whole parameter."""
-        return self._blocks.get(tensor) or whole(tensor)
+        return self._blocks.get(tensor) or whole_parameter(tensor)
 
     @staticmethod
     def host_zeros(numel: int) -> Tensor:

@@ -77,9 +77,9 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     optimizer, schedule = section.get("optimizer"), read_schedule(section.get("scheduler"))
     config = dict(section)
     if optimizer is None:
-        params, changes = _of_none(section, schedule)
+        params, changes = _params_without_optimizer(section, schedule)
     else:
-        params, changes = _of_adamw(path, config, optimizer, schedule)
+        params, changes = _params_from_adamw(path, config, optimizer, schedule)
     config["optimizer"] = {"type": "Muon", "params": params}
     if momentum := about_momentum(schedule):
         what = "kept" if schedule.is_asked else "on by default"
@@ -89,7 +89,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     return {"config": config, "decisions": [each._asdict() for each in decisions], "accelerate": pointing}
 
 
-def _of_none(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
+def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
     """Return (``optimizer.params``, decisions) for a config without an optimizer, which the script or a tool builds."""
     params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
     added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
@@ -149,7 +149,7 @@ def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsErr
     return SettingsError(f'{path}: optimizer.type: got {name!r}, expected "AdamW" or "Adam"; {otherwise}')
 
 
-def _of_adamw(
+def _params_from_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
     """Return (``optimizer.params`` for Muon, decisions), converted from the section ``optimizer`` of AdamW.

@@ -191,10 +191,10 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
         *([["fastest dtype", f"{best}; {keep_dtype_hint(best)}"]] if (best := facts["fastest_dtype"]) else []),
     ]
     verdict = [f"problem: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
-    return "\n".join([*verdict, "", aligned(rows), *_of_launch(facts.get("launch"))])
+    return "\n".join([*verdict, "", aligned(rows), *_launch_lines(facts.get("launch"))])
 
 
-def _of_launch(launch: dict[str, Any] | None) -> Iterator[str]:
+def _launch_lines(launch: dict[str, Any] | None) -> Iterator[str]:
     """Yield the lines about a launch: the table of its training, and what differs between its ranks."""
     if launch is None:
         return

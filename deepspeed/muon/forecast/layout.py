@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.kernels.codes import blocks_of
+from deepspeed.muon.kernels.codes import block_count
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
@@ -129,7 +129,7 @@ class StepPart:
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
         if self.half.use_muon and self.half.momentum_dtype == "int8":
             local = (shard.placement.held(0, 0, shard.spec.numel) for shard in self.shards)
-            nbytes += ABSMAX_BYTES * sum(blocks_of(max(0, stop - start)) for start, stop in local)
+            nbytes += ABSMAX_BYTES * sum(block_count(max(0, stop - start)) for start, stop in local)
         return nbytes
 
     @property
@@ -234,7 +234,7 @@ def step_cost(
         between_bytes[owner] += of_owner.nbytes
         heaviest = max(heaviest, of_owner.flops)
         moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.half.normuon
-    traffic = (_gathered if plan.copies == 1 else _broadcasts)(plan.owned, part.world_size)
+    traffic = (_gather_traffic if plan.copies == 1 else _broadcast_traffic)(plan.owned, part.world_size)
     collectives = 2 * len(plan.rounds) if plan.copies == 1 else plan.broadcasts
     return StepCost(
         part=part,
@@ -263,7 +263,7 @@ class _Traffic(NamedTuple):
     runs: int
 
 
-def _broadcasts(owned: OwnedBlocks, copies: int) -> _Traffic:
+def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
     """Count the traffic if every rank holds every matrix: each owner sends its results to all other ranks."""
     sent = [0] * copies
     for owner, item in owned:
@@ -271,7 +271,7 @@ def _broadcasts(owned: OwnedBlocks, copies: int) -> _Traffic:
     return _Traffic(sent, sum(sent), len(owned))
 
 
-def _gathered(owned: OwnedBlocks, world_size: int) -> _Traffic:
+def _gather_traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
     """Count the traffic if ranks share the matrices: each sends its pieces to the owners, and as an owner results back.
 
     Matrices that are split alike, such as all of one shape at stage 3, are counted together.

@@ -16,7 +16,7 @@ import torch
 
 from deepspeed.muon.forecast.estimate import Machine
 from deepspeed.muon.forecast.layout import Half
-from deepspeed.muon.kernels.codes import blocks_of
+from deepspeed.muon.kernels.codes import block_count
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -179,7 +179,7 @@ def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device,
     grad, param = (torch.randn(numel, dtype=torch.float32, device=device) for _ in range(2))
     kind, factor, nesterov = half.momentum_dtype, 0.95, half.nesterov
     momentum = torch.zeros(numel, device=device, dtype=kept_dtype(grad, kind))
-    absmax = torch.zeros(blocks_of(numel), dtype=torch.float32, device=device)
+    absmax = torch.zeros(block_count(numel), dtype=torch.float32, device=device)
     out, work, decay = torch.empty(numel, device=device, dtype=dtype), Workspace(), 0.1 if half.decays else 0.0
     key = key_of("measured", 1)
 

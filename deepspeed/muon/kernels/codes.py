@@ -21,7 +21,7 @@ LEVELS = 127
 SMALLEST = 2.0**-119
 
 
-def blocks_of(numel: int) -> int:
+def block_count(numel: int) -> int:
     """Return the number of blocks of ``numel`` elements; the last may be shorter."""
     return -(-numel // BLOCK)
 

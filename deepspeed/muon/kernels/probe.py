@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.codes import blocks_of
+from deepspeed.muon.kernels.codes import block_count
 from deepspeed.muon.kernels.table import Operations, Scalars, base_of, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.numerics import fixed_numerics
@@ -93,7 +93,7 @@ def _results(table: Operations) -> dict[str, Tensor]:
     table.copy_rounded(kept, param, (1, 2), 0, work)
     results["copy_rounded"] = kept.float()
     codes = torch.zeros(param.numel(), dtype=torch.int8, device=DEVICE)
-    absmax = torch.zeros(blocks_of(param.numel()), dtype=torch.float32, device=DEVICE)
+    absmax = torch.zeros(block_count(param.numel()), dtype=torch.float32, device=DEVICE)
     table.advance_codes(codes, absmax, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_codes"] = torch.cat([codes.float(), absmax, out.float()])
     table.look_ahead(codes, absmax, 0, grad, out, out.numel(), out.numel(), 0.9, True, work)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.codes import BLOCK, blocks_of, decode, encode
+from deepspeed.muon.kernels.codes import BLOCK, block_count, decode, encode
 from deepspeed.muon.kernels.rounding import Key, noise, round_
 from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles, base_of
 from deepspeed.muon.kernels.workspace import Workspace
@@ -82,7 +82,7 @@ def look_ahead(
         first = row * pitch + start
         place = slice(first, first + (rows - 1) * pitch + stop - start)
         block, before = divmod(skipped + first, BLOCK)
-        magnitudes = absmax[block : block + blocks_of(before + place.stop - place.start)]
+        magnitudes = absmax[block : block + block_count(before + place.stop - place.start)]
         wide = work.get("wide", (magnitudes.numel() * BLOCK,), torch.float32, codes.device)
         values = decode(codes[place], magnitudes, before, wide)
         average, gradient = (_rows(x, rows, stop - start, pitch) for x in (values, grad[place]))
@@ -127,7 +127,7 @@ def advance_codes(
         out: ``None`` if :func:`look_ahead` has written it.
     """
     for part in chunks(codes):
-        numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : blocks_of(part.stop)]
+        numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : block_count(part.stop)]
         shape, device = (magnitudes.numel() * BLOCK,), codes.device
         wide = work.get("wide", shape, torch.float32, device)
         bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))

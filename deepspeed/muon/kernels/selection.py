@@ -22,7 +22,7 @@ def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailabl
     if kernels == "torch":
         return dict.fromkeys(device_types, 'optimizer.params.kernels is "torch"')
     reasons: Unavailable = {kind: _reason(kind) for kind in device_types}
-    if _has(reasons, "cuda"):
+    if _is_usable(reasons, "cuda"):
         reasons["quack"] = quack.unavailable()
     return reasons
 
@@ -33,16 +33,16 @@ def _reason(device_type: str) -> str | None:
     return triton_table.unavailable() if device_type == "cuda" else "only plain PyTorch supports it"
 
 
-def _has(unavailable: Unavailable, kind: str) -> bool:
+def _is_usable(unavailable: Unavailable, kind: str) -> bool:
     return kind in unavailable and unavailable[kind] is None
 
 
 def choose(unavailable: Unavailable) -> Operations:
     """Return the fastest table that can be used on all devices of ``unavailable``."""
-    table = native.operations() if _has(unavailable, "cpu") else reference.OPERATIONS
-    if _has(unavailable, "cuda"):
+    table = native.operations() if _is_usable(unavailable, "cpu") else reference.OPERATIONS
+    if _is_usable(unavailable, "cuda"):
         table = triton_table.operations(table)
-        if _has(unavailable, "quack"):
+        if _is_usable(unavailable, "quack"):
             table = quack.operations(table)
     return table
 
@@ -50,19 +50,19 @@ def choose(unavailable: Unavailable) -> Operations:
 def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Operations]:
     """Return name -> kernels that may compute matrix products on a device, plain PyTorch's first."""
     found = {"torch": reference.OPERATIONS}
-    if device_type == "cpu" and _has(unavailable, "cpu"):
+    if device_type == "cpu" and _is_usable(unavailable, "cpu"):
         found["C++"] = native.operations()
-    if device_type == "cuda" and _has(unavailable, "cuda"):
+    if device_type == "cuda" and _is_usable(unavailable, "cuda"):
         triton = triton_table.operations(reference.OPERATIONS)
         if triton.square is not reference.OPERATIONS.square:  # AMD's GPUs get no products
             found["triton"] = triton
-        if _has(unavailable, "quack"):
+        if _is_usable(unavailable, "quack"):
             found["quack"] = quack.operations(triton)
     return found
 
 
 def summary(table: Operations, unavailable: Unavailable) -> str:
     """Return the table's name, followed by the reasons why no faster one is used, for a log line."""
-    relevant = [kind for kind in unavailable if kind != "quack" or _has(unavailable, "cuda")]
+    relevant = [kind for kind in unavailable if kind != "quack" or _is_usable(unavailable, "cuda")]
     reasons = [f"{kind}: {unavailable[kind]}" for kind in relevant if unavailable[kind]]
     return f"{table.name} ({'; '.join(reasons)})" if reasons else table.name

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.codes import BLOCK, blocks_of, decode, encode
+from deepspeed.muon.kernels.codes import BLOCK, block_count, decode, encode
 
 #: Keys of a parameter's state: the momentum, or in int8 its codes and the largest magnitude of each block.
 MOMENTUM, CODES, ABSMAX = "momentum_buffer", "momentum_codes", "momentum_absmax"
@@ -39,7 +39,7 @@ class Blocks:
     def __init__(self, fragments: Iterable[Fragment]) -> None:
         self.fragments = sorted(fragments, key=lambda fragment: fragment.position)
         self._positions = [fragment.position for fragment in self.fragments]
-        counts = [blocks_of(fragment.numel) for fragment in self.fragments]
+        counts = [block_count(fragment.numel) for fragment in self.fragments]
         self._ends = list(accumulate(counts, initial=0))
         self.count = self._ends[-1]
 
@@ -56,7 +56,7 @@ class Blocks:
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)
         first = self._ends[at] + block
-        absmax = state[ABSMAX][first : first + blocks_of(skipped + numel)]
+        absmax = state[ABSMAX][first : first + block_count(skipped + numel)]
         return self.fragments[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
@@ -71,7 +71,7 @@ class Blocks:
             for first in range(low, high, CHUNK * BLOCK):
                 end = min(high, first + CHUNK * BLOCK)
                 block, skipped = divmod(first - fragment.position, BLOCK)
-                magnitudes = absmax[block : block + blocks_of(skipped + end - first)]
+                magnitudes = absmax[block : block + block_count(skipped + end - first)]
                 wide = torch.empty(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
                 place = slice(first - fragment.position, end - fragment.position)
                 result[first - start : end - start] = decode(codes[place], magnitudes, skipped, wide)
@@ -92,7 +92,7 @@ class Blocks:
                 encode(wide, codes[part], magnitudes, 0.5)
 
 
-def whole(tensor: Tensor) -> Blocks:
+def whole_parameter(tensor: Tensor) -> Blocks:
     """Return the blocks of a tensor that is one whole parameter."""
     return Blocks([Fragment("", 0, 0, tensor.numel())])
 

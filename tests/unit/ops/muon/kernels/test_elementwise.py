@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import native, reference
 from deepspeed.muon.kernels.builder import MuonBuilder
-from deepspeed.muon.kernels.codes import blocks_of
+from deepspeed.muon.kernels.codes import block_count
 from deepspeed.muon.kernels.rounding import key_of, noise, round_
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -345,7 +345,7 @@ TEMPORARIES = {"advance_rounded": 16, "cautious apply_": 5, "look_ahead": 8, "ad
 def test_the_temporaries_of_pytorch_are_those_of_a_chunk(name: str) -> None:
     for numel in (3 * reference.CPU_CHUNK, 10 * reference.CPU_CHUNK):
         work, grad, out = Workspace(), torch.ones(numel), torch.empty(numel)
-        codes = torch.ones(numel, dtype=torch.int8), torch.ones(blocks_of(numel))
+        codes = torch.ones(numel, dtype=torch.int8), torch.ones(block_count(numel))
         {
             "advance_rounded": lambda: reference.advance_rounded(out.bfloat16(), grad, out, 0.9, True, (1, 2), 0, work),
             "cautious apply_": lambda: reference.apply_(out, grad, 0.5, 1.0, 0.1, True, work),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.kernels.codes import BLOCK, blocks_of, encode
+from deepspeed.muon.kernels.codes import BLOCK, block_count, encode
 from deepspeed.muon.kernels.rounding import key_of, noise, round_
 from helpers.distributed import run
 from helpers.engine_state import INT8, flat_tensors, kept_dtypes, local_states, named_states, state_sizes
@@ -66,11 +66,11 @@ def test_the_bits_of_int8_are_those_of_name_step_and_element() -> None:
         if param.ndim == 2:
             state = optimizer.state[param]
             assert sorted(state) == INT8 and state["momentum_codes"].shape == param.shape
-            wide, numel = torch.zeros(blocks_of(param.numel()) * BLOCK), param.numel()
+            wide, numel = torch.zeros(block_count(param.numel()) * BLOCK), param.numel()
             wide[:numel] = (1 - PARAMS["momentum"]) * param.grad.view(-1)
             bits, spare = torch.empty(2, wide.numel(), dtype=torch.int32)
             uniform = (noise(bits, spare, key_of(name, 1), 0) | 1) / 2**16
-            codes, absmax = torch.empty(numel, dtype=torch.int8), torch.empty(blocks_of(numel))
+            codes, absmax = torch.empty(numel, dtype=torch.int8), torch.empty(block_count(numel))
             encode(wide, codes, absmax, uniform)
             assert state["momentum_codes"].view(-1).equal(codes) and state["momentum_absmax"].equal(absmax), name
 
