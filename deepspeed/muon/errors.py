@@ -33,11 +33,11 @@ class ImportStateError(ValueError):
 
 
 class ExchangeError(RuntimeError):
-    """A collective inside ``step`` failed or timed out; the message names its bucket and the matrices in the bucket."""
+    """Communication between ranks failed or timed out inside ``step``; the message names the matrices concerned."""
 
 
 class KernelError(RuntimeError):
-    """The C++ operations are not available on this machine; the message says why and what to install."""
+    """The C++ kernels are not available on this machine; the message says why and what to install."""
 
 
 class SettingsError(ValueError):

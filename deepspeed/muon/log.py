@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: :func:`log_if_slow` logs blocks that take at least this many seconds.
+#: :func:`log_if_slow` logs what takes at least this many seconds.
 SLOW = 2.0
 
 logger = logging.getLogger("deepspeed.muon")
@@ -22,7 +22,12 @@ if not logger.hasHandlers():
 
 @contextmanager
 def log_if_slow(what: str, is_logging_rank: bool) -> Iterator[None]:
-    """Log "``what`` took N s" if the block takes :data:`SLOW` seconds or more; only ``is_logging_rank`` logs."""
+    """Log how long the ``with`` block took, if that was at least :data:`SLOW` seconds.
+
+    Args:
+        what: subject of the log line "``what`` took 2.3 s".
+        is_logging_rank: whether this rank logs.
+    """
     began = time.perf_counter()
     yield
     if (took := time.perf_counter() - began) >= SLOW and is_logging_rank:

@@ -13,7 +13,10 @@ import torch
 
 
 class _Setting(NamedTuple):
-    """A global setting of torch that changes results: ``read()``, ``write(value)``, and its ``value`` in our code."""
+    """A global setting of torch that changes results, and the ``value`` that it has while this package computes.
+
+    ``read()`` returns its current value, ``write(value)`` sets it.
+    """
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
@@ -33,7 +36,7 @@ def _fp32_precision() -> list[_Setting]:
 
 
 def _reductions() -> list[_Setting]:
-    """Return the settings of the sums inside 16-bit matrix products, with torch's defaults, as they decide the bits."""
+    """Return the settings that decide how 16-bit matrix products are summed, each with torch's default as its value."""
     matmul = torch.backends.cuda.matmul
     found = []
     for dtype in ("bf16", "fp16"):
@@ -58,11 +61,12 @@ _SETTINGS = [
 
 @contextmanager
 def fixed_numerics() -> Iterator[None]:
-    """Compute as if the script had set nothing, and restore its settings at the end.
+    """Run the ``with`` block under fixed global settings of torch, and restore the script's settings at its end.
 
-    Inside, the default dtype is fp32, fp32 products are exact, sums in 16-bit products follow torch's defaults, and
-    autocast and inference mode are off. The default device stays: our code names the device of every new tensor. Enter
-    this context outside ``torch.no_grad``, because leaving inference mode enables gradients.
+    In the block, the default dtype is fp32, fp32 matrix products use neither TF32 nor bf16, sums in 16-bit products
+    follow torch's defaults, and autocast and inference mode are off. The default device does not change, because this
+    package names the device of every new tensor. Enter this context outside of ``torch.no_grad``: leaving inference
+    mode enables gradients.
     """
     with ExitStack() as stack:
         for setting in _SETTINGS:

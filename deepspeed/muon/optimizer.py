@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer, ``MuonWithAuxAdam``: parameter groups, state, binding to tensors and plans, and ``step``."""
+"""The optimizer, ``MuonWithAuxAdam``: parameter groups, state, the plans of its steps, and ``step``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), in the tensor's shape and
     dtype (fp32 under ZeRO; ``momentum_dtype`` may set bf16 or int8 for the momentum); and ``step``. The rank that
-    orthogonalizes a matrix (its owner) has NorMuon's second moments of it; :meth:`whole_state` collects them for
+    orthogonalizes a matrix (its owner) keeps NorMuon's second moments of it; :meth:`whole_state` collects them for
     ``state_dict``.
 
     Raises:
@@ -79,7 +79,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     qk_clip: QKClip | None = None
     _binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
-    #: The last checkpointed choice of Newton-Schulz kernels that was warned about.
+    #: The loaded :class:`Choice` about which the last warning was logged.
     _warned_choice: Choice | None = None
     _is_built = False
     _phase: Phase = nullcontext
@@ -170,7 +170,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         Args:
             partitions: the tensors of all groups. A group that is stepped in several calls has one partition per call.
-            tuning: how Newton-Schulz runs for shapes for which no checkpoint has pinned it.
+            tuning: how Newton-Schulz runs for shapes of matrices about which a loaded checkpoint says nothing.
             device: where Newton-Schulz runs.
         """
         if self.context.is_logging and self._binding is None:
@@ -215,7 +215,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.qk_clip.bind(partitions, self.context.peers, device)
 
     def bind_again(self) -> None:
-        """Bind again after a load, so that each matrix has the owners and kernels, hence bits, of the saved run."""
+        """Call :meth:`bind` again after a state was loaded.
+
+        Each matrix then has the owners and kernels of the saved run, so that its updates have the same bits.
+        """
         if self._binding is None:
             return
         self.bind(*self._binding)
@@ -225,7 +228,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tuning.warn_of_saved_choice(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Return a context in which ``state_dict`` holds NorMuon's state of all matrices. Enter it on all ranks."""
+        """Return a context in which ``state_dict`` has NorMuon's state of all matrices. All ranks must enter it."""
         return self.second_moments.whole()
 
     @property
@@ -239,17 +242,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return {group["ns_method"] for group in self.param_groups if group["use_muon"]}
 
     def tables_on(self, device: torch.device) -> dict[str, Operations]:
-        """Return name -> kernels that can compute matrix products on ``device``, plain PyTorch's first."""
+        """Return name -> table of kernels that can compute matrix products on ``device``, plain PyTorch's first."""
         return product_tables(self.context.unavailable, device.type)
 
     @property
     def partitions(self) -> list[Partition]:
-        """Return the bound partitions of Muon parameters."""
+        """Return the partitions of Muon parameters that :meth:`bind` was called with."""
         return [step.partition for step in self._steps.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
-        """Return the bound partitions, those of Muon parameters first, then AdamW's."""
+        """Return all partitions that :meth:`bind` was called with: those of Muon parameters first, then AdamW's."""
         return [*self.partitions, *self._adam_partitions]
 
     @property
@@ -259,9 +262,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def owner_sets(self) -> set[tuple[int, ...]]:
-        """Return the sets of ranks that own matrices with this rank, except all ranks of a partition.
+        """Return the sets of ranks that own matrices together with this rank.
 
-        The latter need no new process group, because a partition has one.
+        A set of all ranks of a partition is left out, because it uses the partition's process group.
         """
         return {
             ranks_of_set(step.partition.group, size)
@@ -272,35 +275,38 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def compute_device(self) -> torch.device:
-        """Return the device on which Newton-Schulz and the exchange run. The optimizer must be bound."""
+        """Return the device on which Newton-Schulz runs and collectives are called. Call :meth:`bind` before."""
         assert self._binding is not None
         return self._binding[2]
 
     def digest(self) -> str:
-        """Return a hash of all that decides the ranks' collectives and the bits of results. Needs a bound optimizer."""
+        """Return a hash of everything that decides which collectives a step calls and the bits of its results.
+
+        All ranks must have the same hash. Call :meth:`bind` before.
+        """
         return short_hash("".join(step.digest for step in self._steps.values()))
 
     @property
     def exchange(self) -> Exchange:
-        """Return the exchange of the first Muon partition; all exchanges share dtype, device and workspace."""
+        """Return the :class:`Exchange` of the first Muon partition; all of them share dtype, device and workspace."""
         return next(iter(self._steps.values())).exchange
 
     @property
     def steps_done(self) -> int:
-        """Return the number of steps taken, including those before a resume: the ``step`` of the first state."""
+        """Return the number of steps taken, including those of the run that saved a loaded checkpoint."""
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Begin a step. With QK-clip a collective, which reduces attention logits over micro-batches and ranks."""
+        """Prepare for a step. With QK-clip this is a collective that finds all ranks' largest attention logits."""
         self._is_skip_logged = False
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
 
     @contextmanager
     def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
-        """Let ``stats`` record the steps taken inside, and enter ``phase(name)`` around each of their phases.
+        """Return a context in which ``stats`` records each step, and each phase of a step runs within ``phase(name)``.
 
-        The names of phases are prepare, exchange, newton_schulz, apply and adamw.
+        The phases are called prepare, exchange, newton_schulz, apply and adamw.
         """
         outer = self._phase, self._stats
         self._phase, self._stats = phase or self._phase, stats or self._stats
@@ -338,16 +344,25 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return adamw.state_of(state, tensor)
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
-        """Return the quantization blocks of a tensor's int8 momentum; if unbound, the tensor is one whole parameter."""
+        """Return the quantization blocks of a tensor's int8 momentum.
+
+        Before :meth:`bind`, a tensor is taken to be one whole parameter.
+        """
         return self._blocks.get(tensor) or whole_parameter(tensor)
 
     @staticmethod
     def host_zeros(numel: int) -> Tensor:
-        """Return fp32 zeros on the CPU to decode an int8 momentum into; an engine's save maps a file instead."""
+        """Return fp32 zeros on the CPU, into which an int8 momentum is decoded.
+
+        While an engine saves, this is replaced by a function that returns a memory-mapped file.
+        """
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
 
     def state_keys(self, tensor: Tensor) -> list[str]:
-        """Return the keys that :meth:`read_state` accepts. An int8 momentum has one key, like one in another dtype."""
+        """Return the keys that :meth:`read_state` accepts.
+
+        An int8 momentum counts as the single key ``momentum_buffer``, as in every other dtype.
+        """
         keys = self.state.get(tensor, {}).keys()
         return sorted({MOMENTUM if key in (CODES, ABSMAX) else key for key in keys})
 
@@ -397,15 +412,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._binding is None and not self._bind_on_first_use():
             return
         if not self.context.is_stepped_in_parts:
-            # In every step, because a rank that loads a state cannot know that the others did not.
+            # In every step, because a rank cannot know whether another rank has loaded a state.
             if self._replicas is not None:
                 agree_with_replicas(self, self._replicas)
             self.begin_step()
-        # All ranks and all groups get one answer before the first group is updated, so that none is updated alone.
+        # One answer for all ranks and groups, before the first group is updated: either all are updated or none.
         if not self._is_finite():
             self.report_skip()
             return
-        # Not checked at start: a schedule changes these rates, and AdamW trains until one is out of range.
+        # In every step, because a schedule may change these rates.
         for group in self.param_groups:
             check_decay_rates(group)
         for group in self.param_groups:
@@ -418,7 +433,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.workspace.release()
 
     def _bind_on_first_use(self) -> bool:
-        """Bind in plain PyTorch, where the tensors are the parameters; return whether a step can be taken."""
+        """Call :meth:`bind` in plain PyTorch, where no engine has called it; return whether a step can be taken."""
         tensors = [p for group in self.param_groups for p in group["params"]]
         if all(p in self.specs for p in tensors):
             bind_whole(self, self._replicas)
@@ -432,7 +447,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
 
     def _is_finite(self) -> Agreed:
-        """Return whether the gradient is finite, so that the step is taken; equal on all ranks and for all groups."""
+        """Return whether the gradients of all ranks and groups are finite, so that the step is taken."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
         return agreed(self.has_finite_gradients(), is_common=True)
@@ -448,7 +463,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update a Muon group; return the names of the matrices that were not updated, as they had no gradient."""
+        """Update a Muon group; return the names of the matrices that had no gradient and were not updated."""
         step = self._steps.get(group["params"][0])
         if step is None:
             raise RuntimeError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split each of the user's parameter groups into a Muon and an AdamW group, its halves; check that options act."""
+"""Split each of the user's parameter groups into a Muon and an AdamW group, its halves; refuse unused options."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
     """Split every group into a Muon half and an AdamW half, without frozen parameters and empty halves.
 
     Each half has a key ``lr_ratio``: the half's learning rate divided by the user group's. Experts that are distributed
-    over ranks get further halves, marked as ZeRO expects: ``moe`` is true and ``name`` is their process group's name.
+    over ranks get further halves with the keys by which ZeRO finds experts: ``moe``, true, and ``name``, the name of
+    their process group.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs, or dicts with ``params``, settings that override the config's,
-            and keys of the user's own, which are copied into both halves.
+        params: parameters, ``(name, parameter)`` pairs, or dicts with ``params`` and settings that override the
+            config's. Other keys of a dict are copied into both halves.
         specs: parameter -> its route, for every trainable parameter.
 
     Raises:
@@ -142,7 +143,7 @@ def is_users(key: Any, value: Any) -> bool:
     )
 
 
-#: Larger values are probably mistakes. They are warned about, not refused, because AdamW trains with them, too.
+#: Larger values are probably mistakes. A warning names them; they are allowed, because AdamW trains with them, too.
 LARGEST_EPS, LARGEST_LR, LARGEST_DECAY = 1e-2, 10.0, 1.0
 
 
@@ -190,8 +191,11 @@ def check_options(
 ) -> dict[str, str]:
     """Refuse options that have no effect on this model, and a model in which no matrix goes to Muon.
 
-    For a pipeline stage, whose options may act in another stage, return option -> the error to raise if the option has
-    no effect in any stage; otherwise an empty dict. ``layers``: what QK-clip acts on; ``None`` without QK-clip.
+    ``layers``: the attention layers on which QK-clip acts; ``None`` without QK-clip.
+
+    Returns:
+        For a pipeline stage: option without effect in this stage -> the error message if no other stage uses it.
+        For a whole model an empty dict.
 
     Raises:
         MuonConfigError: an option has no effect on a whole model, or an update rule does not fit a matrix.
@@ -231,19 +235,25 @@ def check_options(
 
 
 def check_patterns(model: nn.Module, config: MuonConfig) -> None:
-    """Raise MuonConfigError if a pattern matches no parameter that it could act on; not for a pipeline stage."""
+    """Raise MuonConfigError if a pattern of the config matches no parameter on which it could act.
+
+    Do nothing for a pipeline stage, because another stage may have the parameter.
+    """
     _refuse(_unmatched(model, config), model)
 
 
 def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
-    """Raise the messages if the model is whole. Return them for a pipeline stage: other stages may use the option."""
+    """Raise MuonConfigError with the messages ``unused`` (option -> message), if there are any.
+
+    For a pipeline stage return them instead, because another stage may use the option.
+    """
     if unused and stages_of(model) == 1:
         raise MuonConfigError("\n".join(unused.values()))
     return unused
 
 
 def _unmatched(model: nn.Module, config: MuonConfig) -> dict[str, str]:
-    """Return "option pattern" -> message, for each pattern that matches no parameter that it could act on."""
+    """Return {"option pattern": message} for each pattern that matches no parameter on which it could act."""
     names = shapes(model)
     matrices = [name for name, shape in names.items() if len(shape) >= 2], "matrices"
     targets = {"muon_include": matrices, "muon_exclude": (list(names), "parameters"), "muon_split": matrices}
@@ -264,8 +274,10 @@ def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     """Return the error message for a model of which no parameter goes to Muon; ``None`` if training may start.
 
     Training may start with only AdamW, and a warning, if no matrix is trained, if the user sent all matrices to AdamW
-    (``muon_exclude``, ``use_muon = False``), or if ``is_part``: the model also has matrices that are not trained.
-    A model that trains only low-rank adapters is refused, because ``muon_lora`` can send them to Muon.
+    (``muon_exclude``, ``use_muon = False``), or if only a part of the model is trained. But a model that trains only
+    low-rank adapters is refused, because ``muon_lora`` can send them to Muon.
+
+    ``is_part``: whether the model also has matrices that are not trained.
     """
     if not specs:
         return (

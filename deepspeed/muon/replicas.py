@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bind the optimizer in plain PyTorch: every rank has whole parameters; DistributedDataParallel's share the work."""
+"""Plan the optimizer's steps in plain PyTorch, where every rank has whole parameters.
+
+The ranks of DistributedDataParallel share the work of Newton-Schulz.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def _sharded_by(module: nn.Module) -> str | None:
 
 
 def bind_whole(optimizer: Any, replicas: Any) -> None:
-    """Bind an optimizer whose tensors are whole parameters. ``replicas``: DDP's process group; ``None`` without DDP."""
+    """Call ``optimizer.bind`` if its tensors are whole parameters.
+
+    ``replicas``: DDP's process group; ``None`` without DDP.
+    """
     rank, copies = join(replicas) if replicas else (0, 1)
     unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
     optimizer.context = StepContext(
@@ -80,7 +86,7 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
-    """Check that all DDP ranks have the same settings and plan; make the process groups of owners. A collective.
+    """Check that all DDP ranks have the same settings and plan, and make the process groups of owners; a collective.
 
     Called in every step, because one rank may have loaded another state since the last step.
 

@@ -208,7 +208,10 @@ def block_hashes(optimizer: Any) -> dict[str, str]:
 
 
 def muon_facts(optimizer: Any) -> dict[str, str]:
-    """Return parameter name -> hash by :func:`block_hashes` or "", for Muon's parameters of all pipeline stages."""
+    """Return name -> hash from :func:`block_hashes`, or "" for a single matrix, of each parameter that Muon updates.
+
+    It covers the parameters of all pipeline stages.
+    """
     if optimizer.context.muon_of_all_stages is not None:
         return optimizer.context.muon_of_all_stages
     return dict.fromkeys(sorted(muon_names(optimizer)), "") | block_hashes(optimizer)

@@ -16,21 +16,23 @@ from torch.optim import Optimizer
 #: Keys whose value in a half is the user group's value times ``lr_ratio``. Without the ratio, schedules with absolute
 #: rates, such as OneCycleLR and WarmupLR, would set the same rate in both halves.
 RATES = ("lr", "initial_lr")
-#: Key -> ``use_muon`` of the half that it is written to. Muon's momentum does not follow a cycle of ``betas``, because
-#: the usual cycles (0.85 to 0.95) are chosen for Adam's first moment.
+#: Key that belongs to one half only -> whether that is the Muon half. A cycle of ``betas`` does not change Muon's
+#: momentum, because the usual cycles (0.85 to 0.95) are chosen for Adam's first moment.
 HALF_OF = {"betas": False, "momentum": True}
 
 
 class UserGroup(UserDict):
-    """One parameter group as the user gave it, a view of its halves: ``indices`` in ``optimizer.param_groups``.
+    """One parameter group as the user gave it: a view of its halves in ``optimizer.param_groups``.
 
     Reading ``lr`` computes it from the halves. Writing ``lr`` or ``initial_lr`` sets it in each half, times the half's
-    ``lr_ratio``. ``betas`` are read from and written to the AdamW half, ``momentum`` the Muon half. All other keys that
-    are written, such as a scheduler's own, are stored here. ``lr``, ``betas``: values to return if no half has them.
+    ``lr_ratio``. ``betas`` are read from and written to the AdamW half, ``momentum`` from and to the Muon half. Other
+    keys that a scheduler writes are stored here. ``indices``: those of the halves. ``lr``, ``betas``: values to
+    return if no half has the key.
     """
 
     def __init__(self, optimizer: Optimizer, indices: Sequence[int], lr: float, betas: tuple[float, float]) -> None:
-        # A load replaces the groups. A function, because a deep copy of a scheduler must not copy the optimizer.
+        # A function, because a load replaces the groups, and because a deep copy of a scheduler copies a function by
+        # reference and so does not copy the optimizer.
         self._current_halves = lambda: [optimizer.param_groups[index] for index in indices]
         self.data = {"params": [], "lr": lr, "betas": betas}
 
@@ -83,5 +85,5 @@ class UserGroups(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing; the real optimizer updates the parameters."""
 
-    # Torch wraps the step of a copy's class, for hooks that no instance has, unless it is wrapped already.
+    # torch.optim.Optimizer wraps ``step`` to call hooks, except where this mark says that it has been wrapped.
     step.hooked = True  # type: ignore[attr-defined]

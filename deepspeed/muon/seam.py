@@ -57,7 +57,7 @@ def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
 
 @contextmanager
 def replaced(owner: Any, **functions: Callable) -> Iterator[None]:
-    """Call :func:`replace` for attributes of ``owner``, name = function, and undo it when the context ends."""
+    """Replace attributes of ``owner`` inside the context. Each keyword is an attribute's name; see :func:`replace`."""
     with ExitStack() as undo:
         for name, function in functions.items():
             undo.callback(replace(owner, name, function))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the dtype, method and kernels of Newton-Schulz.
 
-A benchmark at start, called race, times one iteration of the standard method in every dtype and with every table of
-kernels (torch, C++, triton, ...). The fastest pair is used for the whole model. Which method ("standard" or "gram") is
-faster for a shape follows from its number of operations.
+At start :func:`measure_rates` times one iteration of the standard method in every dtype and with every table of kernels
+(torch, C++, triton, quack). The fastest pair of dtype and table is used for the whole model. Which method ("standard"
+or "gram") is faster for matrices of one shape follows from its number of operations.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from deepspeed.muon.numerics import fixed_numerics
 RUNS = 5
 #: A candidate that has run for this many seconds is not timed again.
 AGAIN_WITHIN = 0.01
-#: How many operations a timed run may have: per thread of a CPU, and on an accelerator. They take about 0.5 ms.
+#: Maximum number of operations in a timed run: for each thread of a CPU, and on an accelerator. It takes about 0.5 ms.
 CPU_OPERATIONS, OPERATIONS = 3e7, 6e11
-#: How many operations a trial run on a CPU may have; some dtypes are emulated, up to 100 times slower than others.
+#: Maximum number of operations in a trial run on a CPU, where some dtypes are emulated, up to 100 times slower.
 TRIAL_OPERATIONS = 1e6
 #: A candidate that is more than this many times slower than the fastest in the trial is not timed.
 MAX_SLOWDOWN = 3.0
 #: A result is wrong if its relative error against plain PyTorch in fp32 is more than this many eps of its dtype.
 MAX_ERROR = 32.0
-#: Warn if another choice would run Newton-Schulz this many times faster than the one pinned in the checkpoint.
+#: Warn if another choice would run Newton-Schulz this many times faster than the choice in the checkpoint.
 WARN_IF_SPEEDUP_EXCEEDS = 1.5
 #: (dtype, name of a table of kernels).
 Candidate = tuple[str, str]
@@ -48,22 +48,28 @@ Candidate = tuple[str, str]
 
 @dataclass(frozen=True)
 class Tuning:
-    """The choice for Newton-Schulz, and the slowest rank's measured rates behind it; empty if nothing was timed."""
+    """The choice of dtype, methods and kernels for Newton-Schulz, and the measured rates by which it was made.
+
+    ``rates``: those of the slowest rank; empty if nothing was timed.
+    """
 
     choice: Choice
     rates: Rates = field(default_factory=dict)
 
     def speedup_over(self, other: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
-        """Return how many times faster than ``other`` this choice is for a model's matrices; ``None`` if not timed."""
+        """Return how many times faster than ``other`` this choice is for a model's matrices.
+
+        Return ``None`` if one of the two was not timed. ``shapes``: (rows, columns) -> number of matrices.
+        """
         ours, theirs = (seconds(self.rates, choice, shapes, schedule) for choice in (self.choice, other))
         return theirs / ours if ours and theirs else None
 
     def warn_of_saved_choice(
-        self, pinned: Choice, shapes: Mapping[Shape, int], schedule: Schedule, tables: Collection[str]
+        self, saved: Choice, shapes: Mapping[Shape, int], schedule: Schedule, tables: Collection[str]
     ) -> None:
-        """Warn if a checkpoint's choice needs kernels that ``tables`` lacks, or is slow by the measured rates."""
-        speedup = self.speedup_over(pinned, shapes, schedule)
-        if absent := sorted(pinned.tables - set(tables)):
+        """Warn if ``saved``, a checkpoint's choice, needs kernels that are not in ``tables``, or is slow here."""
+        speedup = self.speedup_over(saved, shapes, schedule)
+        if absent := sorted(saved.tables - set(tables)):
             logger.warning(
                 "deepspeed-muon: the checkpoint was saved by a run with the kernels of %s, which are unavailable on "
                 "this machine; plain PyTorch's are used instead, so results may differ in their last bits",
@@ -74,27 +80,27 @@ class Tuning:
             logger.warning(
                 "deepspeed-muon: Newton-Schulz continues in %s, with the checkpoint's methods and kernels, so that "
                 "results stay reproducible; on this machine %s would be %.1f times faster%s",
-                pinned.dtype,
-                "other methods or kernels" if other == pinned.dtype else other,
+                saved.dtype,
+                "other methods or kernels" if other == saved.dtype else other,
                 speedup,
-                "" if other == pinned.dtype else f'; to use it, set "ns_dtype": "{other}" in optimizer.params',
+                "" if other == saved.dtype else f'; to use it, set "ns_dtype": "{other}" in optimizer.params',
             )
 
     def described(self, choice: Choice) -> str:
-        """Return ``choice`` and the reason for it as one line of text for the log."""
+        """Return a line for the log: ``choice``, and why it was made."""
         recipes = [str(recipe) for recipe in choice.recipes.values()]
         how = ", ".join(f"{recipes.count(one)} of {len(recipes)} shapes by {one}" for one in dict.fromkeys(recipes))
         reason = (
             f"the fastest of those timed at start; {keep_dtype_hint(choice.dtype)}"
             if self.rates
-            else "by the count of operations"
+            else "chosen by the number of operations, without timing"
         )
         return f"{choice.dtype}, {how} ({reason})"
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The dtypes (most exact first), methods (default first) and tables of kernels (torch first) to choose from."""
+    """What to choose from: dtypes (most exact first), methods (default first), tables of kernels (torch's first)."""
 
     dtypes: tuple[str, ...]
     methods: tuple[str, ...]
@@ -111,7 +117,7 @@ class Candidates:
         device: torch.device,
         has_bf16: bool,
     ) -> Candidates:
-        """Return the candidates among which the config leaves the choice.
+        """Return the candidates that the config allows.
 
         Args:
             tables: name -> kernels that can compute matrix products on ``device``, plain PyTorch's first.
@@ -130,7 +136,10 @@ class Candidates:
         return self.dtypes[0] if self.device.type == "cpu" else self.dtypes[-1]
 
     def choose_untimed(self, shapes: Mapping[Shape, int]) -> Tuning:
-        """Choose without timing: the default dtype, the last table on a CPU and torch's elsewhere, methods by count."""
+        """Choose without timing: the default dtype, and for each shape the method with fewer operations.
+
+        The kernels are those of the last table on a CPU, and plain PyTorch's on other devices.
+        """
         table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
         return Tuning(by_count(shapes, self.schedule, self.default_dtype, self.methods, table))
 
@@ -142,16 +151,16 @@ class Candidates:
         is_logging_rank: bool = True,
         slowest: Callable[[Callable[[], Rates]], Rates] = lambda measure: measure(),
     ) -> Tuning:
-        """Choose by a race if ``races`` and if there are several dtypes or tables; otherwise :meth:`choose_untimed`.
+        """Time the candidates and choose the fastest. With one dtype and one table call :meth:`choose_untimed` instead.
 
         Args:
             shapes: (rows, columns) -> number of matrices in the model.
             world_size: number of ranks that share the matrices; it decides how many matrices a batch has.
-            races: whether a race is allowed, see :func:`may_time`.
+            may_time: whether timing is allowed, see :func:`may_time`; if not, call :meth:`choose_untimed`.
             is_logging_rank: whether this process logs that compiling may take long.
             slowest: takes a function that measures this process's rates, and returns the slowest rank's rates.
         """
-        # Each rank of an engine chooses for itself, so everything below follows from facts on which they have agreed.
+        # Each rank chooses for itself, and all must choose the same, so use only what is equal on all ranks.
         if not (may_time and shapes and (len(self.dtypes) > 1 or len(self.tables) > 1)):
             return self.choose_untimed(shapes)
         compiled = [name for name in self.tables if name != TORCH and self.device.type != "cpu"]
@@ -178,8 +187,8 @@ def measure_rates(
 ) -> Rates:
     """Time one iteration of Newton-Schulz; return dtype -> table -> operations per second.
 
-    The iteration is timed on the shape that costs a step most. Candidates that raise, or whose result differs from
-    plain PyTorch's, are left out with a warning. Candidates that a short trial finds far slower are left out silently.
+    It is timed on matrices of the shape that takes most time in a step. Kernels that raise an error, or whose result
+    differs from plain PyTorch's, are left out with a warning; those that a short trial finds far slower, without one.
 
     Args:
         shapes: (rows, columns) -> number of matrices in the model; at least one shape.
@@ -193,7 +202,7 @@ def measure_rates(
     count = -(-shapes[shape] // world_size)
     is_cpu = device.type == "cpu"
     most = CPU_OPERATIONS * torch.get_num_threads() if is_cpu else OPERATIONS
-    trial_tables = tables if is_cpu else {TORCH: tables[TORCH]}  # the others would have to be compiled
+    trial_tables = tables if is_cpu else {TORCH: tables[TORCH]}  # the other tables would have to be compiled
     trial = _times(
         _matrices(shape, count, TRIAL_OPERATIONS if is_cpu else most, device),
         [(dtype, name) for dtype in dtypes for name in trial_tables],
@@ -213,7 +222,7 @@ def measure_rates(
 
 
 def _operations(rows: int, cols: int) -> int:
-    """Return the floating-point operations of one iteration on one matrix, rows <= cols."""
+    """Return the number of floating-point operations of one iteration on one matrix with rows <= cols."""
     return 2 * rows * rows * (2 * cols + rows)
 
 
@@ -235,7 +244,7 @@ def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> T
 def _times(
     x: Tensor, candidates: Collection[Candidate], tables: Mapping[str, Operations], clock: Callable[[], float]
 ) -> dict[Candidate, float]:
-    """Return candidate -> seconds of its shortest run on ``x``; warn about, and leave out, those that fail."""
+    """Return candidate -> seconds of its shortest run on ``x``. Warn about candidates that fail, and leave them out."""
     work, in_dtype = Workspace(), {dtype: x.to(DTYPES[dtype]) for dtype, _ in candidates}
     shortest: dict[Candidate, float] = {}
     for dtype, name in candidates:
@@ -264,19 +273,25 @@ def _check(table: Operations, x: Tensor, work: Workspace) -> None:
     exact = a * x + (b * gram + c * (gram @ gram)) @ x
     error = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
     if not error <= MAX_ERROR * eps:
-        raise ArithmeticError(f"relative error {float(error):.1e} in one iteration, more than {MAX_ERROR * eps:.1e}")
+        raise ArithmeticError(
+            f"the result differs from plain PyTorch's by {float(error):.1e} (relative), more than the "
+            f"{MAX_ERROR * eps:.1e} allowed"
+        )
 
 
 def may_time() -> bool:
-    """Return whether a race is allowed: not under torch's deterministic algorithms, as timings differ between runs."""
+    """Return whether kernels may be chosen by timing.
+
+    Not under ``torch.use_deterministic_algorithms``, because in two runs different kernels may be the fastest.
+    """
     return not torch.are_deterministic_algorithms_enabled()
 
 
 def has_bf16(device_type: str, supported: bool | None = None) -> bool:
     """Return whether a device has bf16 instructions. NVIDIA GPUs before Ampere (V100, T4) only emulate bf16.
 
-    Always true for a CPU: if it only emulates bf16, the race finds bf16 slow. ``supported``: the answer for devices
-    other than CPU and CUDA, from DeepSpeed's accelerator; ``None``: ask torch.
+    For a CPU return True: if it only emulates bf16, :func:`measure_rates` finds bf16 slow. ``supported``: what
+    DeepSpeed says about an accelerator other than CUDA; ``None``: ask torch.
     """
     if device_type == "cpu":
         return True
@@ -289,16 +304,19 @@ def has_bf16(device_type: str, supported: bool | None = None) -> bool:
 
 
 def keep_dtype_hint(dtype: str) -> str:
-    """Return advice on how to fix the dtype, for the log: the race of another run may choose another one."""
+    """Return the hint, for the log, that keeps this dtype in later runs.
+
+    Dtypes are timed at every start, and another one may be the fastest then.
+    """
     return f'"ns_dtype": "{dtype}" in optimizer.params keeps this dtype in new runs'
 
 
 def resume_choice(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choice:
-    """Return a group's choice for Newton-Schulz, and store it in the group's ``ns_choice`` for checkpoints.
+    """Return the choice for a parameter group, and store it in the group's ``ns_choice``, which checkpoints contain.
 
-    If a loaded checkpoint has put an ``ns_choice`` there, its shapes keep their methods and kernels, so that a resumed
-    run gets the same bits; other shapes get ``default``. The config's ``ns_dtype`` overrides the checkpoint's dtype
-    unless it is ``auto``.
+    If a loaded checkpoint has set ``ns_choice``, the shapes in it keep their methods and kernels, so that a resumed run
+    gets the same bits; other shapes get those of ``default``. ``ns_dtype``: the config's; ``auto`` keeps the dtype of
+    the checkpoint.
     """
     choice = default
     if "ns_choice" in group:
@@ -310,16 +328,16 @@ def resume_choice(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choi
 
 
 def method_of(choice: Choice, ns_method: str, rows: int, cols: int) -> str:
-    """Return the method for matrices of rows x cols: ``ns_method``, or the one in ``choice`` if that is ``auto``."""
+    """Return the method for rows x cols matrices: ``ns_method`` or, if that is ``auto``, the method in ``choice``."""
     return choice.recipe(rows, cols).method if ns_method == "auto" else ns_method
 
 
 def with_products(
     kernels: Operations, tables: Mapping[str, Operations], choice: Choice, rows: int, cols: int
 ) -> Operations:
-    """Return ``kernels``, but with the product kernels that ``choice`` names for matrices of rows x cols.
+    """Return a copy of ``kernels`` whose matrix products are those that ``choice`` names for rows x cols matrices.
 
-    If they are unavailable, plain PyTorch computes the products. ``tables``: name -> kernels that are available.
+    Where these are unavailable, plain PyTorch computes the products. ``tables``: name -> kernels that are available.
     """
     recipe = choice.recipe(rows, cols)
     found = {kind: tables.get(getattr(recipe, kind), tables[TORCH]) for kind in Products._fields}

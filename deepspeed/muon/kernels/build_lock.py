@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let one process build an extension while others wait, for a limited time and with a line in the log.
+"""Let one process build an extension while others wait, for a limited time. A process that waits long logs it.
 
 The operating system releases a lock of ``flock`` when its process ends, so a killed build leaves none behind. torch
 builds DeepSpeed's own extensions under another lock, which is held as long as a file exists (``FileBaton``) and which a
@@ -72,15 +72,21 @@ def _take(file: IO[str]) -> None:
         except BlockingIOError:
             waited = time.monotonic() - began
         if waited >= GIVE_UP_AFTER:
-            raise TimeoutError(f"another process has held {file.name} for {waited / 60:.0f} minutes; {_compilers()}")
+            raise TimeoutError(
+                f"another process has held {file.name} for {waited / 60:.0f} minutes; {_compilers()}. The lock ends "
+                "with the process that holds it: if that process hangs, end it and start again"
+            )
         if waited >= TELL_AFTER and not is_told:
             is_told = True
-            _tell("waiting for another process to build the C++ operations (it holds %s); %s", file.name, _compilers())
+            _tell("waiting for another process to build the C++ kernels (it holds %s); %s", file.name, _compilers())
         time.sleep(INTERVAL)
 
 
 def wait_for_torch(original: Callable[[Any], None], baton: Any) -> None:
-    """Replace torch's ``FileBaton.wait``: log which file it waits for. After a killed build that may last forever."""
+    """Call torch's ``FileBaton.wait`` (``original``), and log which file it waits for if it waits long.
+
+    After a killed build it would wait forever.
+    """
     timer = threading.Timer(TELL_AFTER, _tell_of_file, [Path(baton.lock_file_path)])
     timer.daemon = True
     timer.start()

@@ -21,7 +21,7 @@ from packaging.version import Version
 from deepspeed.muon.kernels.build_lock import build_lock
 from deepspeed.muon.log import logger
 
-#: CPU capability as ATen names it -> the compiler flags that ATen's own files have for it.
+#: ATen's name for the vector instructions of a CPU -> the compiler flags with which ATen's own files use them.
 CAPABILITIES: dict[str, tuple[str, ...]] = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
@@ -30,15 +30,16 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
 
 
 def cpu_capability() -> str:
-    """Return this CPU's capability, a key of :data:`CAPABILITIES`, as found by ATen. The environment variable
-    ``ATEN_CPU_CAPABILITY`` lowers it.
+    """Return the vector instructions that ATen uses on this CPU, as a key of :data:`CAPABILITIES`.
+
+    The environment variable ``ATEN_CPU_CAPABILITY`` can lower it.
     """
     found = torch.backends.cpu.get_cpu_capability()
     return next((name for name in CAPABILITIES if found.startswith(name)), "DEFAULT")
 
 
 class MuonBuilder(CPUOpBuilder):
-    """Builder of the C++ kernels for the CPU, which CPU offload uses whatever the accelerator."""
+    """The builder of the C++ kernels for the CPU. CPU offload needs them on machines with an accelerator, too."""
 
     BUILD_VAR = "DS_BUILD_MUON"
     NAME = "muon"
@@ -70,8 +71,9 @@ class MuonBuilder(CPUOpBuilder):
         return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off", *amd]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether the kernels can be built: sources and a C++ compiler are found, and torch is recent enough. If
-        not, ``error_log`` says why; ``verbose`` logs it.
+        """Return whether the kernels can be built: sources and a C++ compiler are found, and torch is recent enough.
+
+        If not, ``error_log`` says why; ``verbose``: whether to log it.
         """
         compiler = os.environ.get("CXX", "c++").split()[0]
         if not self.sources():
@@ -90,14 +92,17 @@ class MuonBuilder(CPUOpBuilder):
         """Return the C++ module: the one built ahead of time if it fits this torch and CPU, otherwise build one now.
 
         Raises:
-            Exception: of any type: there is no compiler, the build failed, or another process builds for too long.
+            Exception: of any type, if there is no compiler, the build fails, or another process builds for too long.
         """
         if self.NAME not in self._loaded_ops:
             self._loaded_ops[self.NAME] = self._installed() or self._compiled(verbose)
         return self._loaded_ops[self.NAME]
 
     def path(self) -> Path:
-        """Return the path of a module built at first use; its folder's name is a hash of sources, flags, libraries."""
+        """Return the path of the module that is built at first use.
+
+        The name of its folder is a hash of sources, compiler flags and libraries.
+        """
         from torch.utils.cpp_extension import _get_build_directory
 
         name, digest = f"{self.NAME}_{cpu_capability().lower()}", hashlib.sha256()
@@ -111,7 +116,7 @@ class MuonBuilder(CPUOpBuilder):
         return Path(_get_build_directory(name, False)) / digest.hexdigest()[:16] / f"{name}.so"
 
     def _compiled(self, verbose: bool) -> Any:
-        """Return the module that an earlier job built, or build it: one process does, and the others wait."""
+        """Return the module that an earlier job has built; otherwise build it in one process while the others wait."""
         path, began = self.path(), time.perf_counter()
         if module := self._imported(path):
             return module
@@ -119,16 +124,20 @@ class MuonBuilder(CPUOpBuilder):
             raise RuntimeError(self.error_log)
         is_logging_rank = os.environ.get("RANK", "0") == "0"
         if is_logging_rank:
-            logger.info("deepspeed-muon: compiling the C++ operations, once per environment, about a minute")
+            logger.info(
+                "deepspeed-muon: compiling the C++ kernels for the CPU; this takes about a minute, and later runs "
+                "reuse them"
+            )
         with build_lock(path.with_suffix(".lock")) as keeps_out_all:
             module = self._imported(path) or self._build(path, keeps_out_all, verbose)
         if is_logging_rank:
-            logger.info("deepspeed-muon: compiled in %.0f s", time.perf_counter() - began)
+            logger.info("deepspeed-muon: the C++ kernels are ready after %.0f s", time.perf_counter() - began)
         return module
 
     def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
-        """Build in a folder of this process's own, and move the result to ``path``, so that a kill leaves no part.
-        ``is_only_builder``: no other process builds in the folder of ``path``.
+        """Build in a temporary folder, and move the result to ``path``, so that a killed build leaves no partial file.
+
+        ``is_only_builder``: whether no other process can build in the folder of ``path`` at the same time.
         """
         from torch.utils import cpp_extension
 
@@ -153,7 +162,7 @@ class MuonBuilder(CPUOpBuilder):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _imported(self, path: Path) -> Any:
-        """Return the module in the file ``path``; ``None`` if there is none that this process can load."""
+        """Return the module in the file ``path``; ``None`` if the file does not exist or cannot be loaded."""
         if not path.is_file():
             return None
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -167,7 +176,7 @@ class MuonBuilder(CPUOpBuilder):
             return None
 
     def _installed(self) -> Any:
-        """Return the module built ahead of time; ``None`` if there is none that fits this torch and CPU."""
+        """Return the module built ahead of time; ``None`` if it does not exist or is for another torch or CPU."""
         try:
             module = importlib.import_module(self.absolute_name())
         except ImportError:  # not built, or with another torch's symbols

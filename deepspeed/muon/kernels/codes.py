@@ -27,13 +27,13 @@ def block_count(numel: int) -> int:
 
 
 def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
-    """Return the values of consecutive elements, fp32, as a view of a part of ``out``.
+    """Decode the int8 codes of consecutive elements into ``out``, and return their values, fp32, a view of ``out``.
 
     Args:
         codes: int8, 1-D.
-        absmax: fp32, 1-D: the largest magnitude of each block that has some of the elements.
+        absmax: fp32, 1-D: the largest magnitude of each block that contains some of the elements.
         skipped: number of elements of the first block that precede ``codes``.
-        out: fp32, 1-D, with ``BLOCK`` elements for each of ``absmax``; overwritten.
+        out: fp32, 1-D, with ``BLOCK`` elements for each element of ``absmax``; overwritten.
     """
     values = out[skipped : skipped + codes.numel()]
     values.copy_(codes)

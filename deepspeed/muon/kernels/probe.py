@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a table's kernels on made-up matrices: to check that they work, and to compile them before a step."""
+"""Run the kernels of a table on random matrices, to check that they work, and to compile them before a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.muon.numerics import fixed_numerics
 
 #: Device of the check: this process's GPU, NVIDIA's or AMD's.
 DEVICE = "cuda"
-#: The smaller dimension of the probed matrices: a multiple of 16, so that the kernels of real models run, and large
+#: The smaller dimension of the random matrices: a multiple of 16, so that the kernels of real models run, and large
 #: enough for the symmetric products of Triton's and quack's tables.
 SIZE = 512
 #: A relative difference from plain PyTorch above this is an error; rounding twice to bf16 stays below it.
@@ -77,8 +77,9 @@ def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dty
 
 
 def _results(table: Operations) -> dict[str, Tensor]:
-    """Return kernel -> its result on made-up input, fp32. A symmetric matrix has two results, diagonal and rest, so
-    that an error in the smaller one is seen.
+    """Run every kernel on random input, and return name -> result, fp32.
+
+    A :class:`Symmetric` result has two entries, the diagonal and the rest, so that an error in the smaller one is seen.
     """
     work, results = Workspace(), {}
     generator = torch.Generator().manual_seed(1)

@@ -19,8 +19,9 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 def unavailable() -> str | None:
-    """Return why quack's kernels cannot run on this process's GPU; ``None`` if they can. Call it only if Triton's table
-    runs. quack itself checks the GPU: version 0.6.5 supports Ampere to Blackwell.
+    """Return why quack's kernels cannot run on this process's GPU; ``None`` if they can.
+
+    Call it only if Triton's kernels run. quack itself checks the GPU: version 0.6.5 supports Ampere to Blackwell.
     """
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"
@@ -31,7 +32,7 @@ def unavailable() -> str | None:
 
 
 def operations(other: Operations) -> Operations:
-    """Return the kernels ``other``, but with quack's symmetric products for 16-bit matrices on a GPU.
+    """Return a copy of the table ``other`` with quack's symmetric products for 16-bit matrices on a GPU.
 
     The library rounds its output before a Triton kernel adds the contribution of the diagonals.
 

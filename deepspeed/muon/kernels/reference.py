@@ -45,7 +45,8 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """Act as :func:`advance` for a bf16 momentum: compute in fp32, and round it stochastically back to ``buffer``.
+    """Do the same as :func:`advance` for a bf16 momentum: compute in fp32, and round stochastically to ``buffer``.
+
     Temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
     """
     for part in chunks(buffer):
@@ -67,16 +68,16 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """Write the ``out`` of :func:`advance` for an int8 momentum, which only :func:`advance_codes` changes.
+    """Write the ``out`` of :func:`advance` for an int8 momentum. The momentum itself does not change.
 
     Temporaries have 8 bytes per element of a chunk, or of a row with its gap if that is longer.
 
     Args:
-        codes: int8: rows of ``cols`` elements, which start ``pitch`` elements apart, including the gaps between them.
+        codes: int8: rows of ``cols`` elements, whose starts are ``pitch`` elements apart, and the gaps between them.
         absmax: fp32: the largest magnitude of each block that ``codes`` overlap.
         skipped: number of elements of the first of these blocks that precede ``codes``.
         grad: laid out like ``codes``.
-        out: the rows without gaps.
+        out: receives the rows, without gaps.
     """
     for row, rows, start, stop in _parts(out.numel() // cols, cols, pitch, codes.device):
         first = row * pitch + start
@@ -95,7 +96,7 @@ def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
 
 
 def _parts(rows: int, cols: int, pitch: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first row, number of rows, first column, one past the last) of parts of a grid that fit in a chunk.
+    """Split a matrix into parts that fit in a chunk; yield (first row, number of rows, first column, end column).
 
     A part has whole rows or, if a row with its gap (``pitch`` elements) is longer than a chunk, a part of one row.
     """
@@ -117,12 +118,12 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """Act as :func:`advance` for an int8 momentum: compute in fp32, and round it stochastically back to ``codes``.
+    """Do the same as :func:`advance` for an int8 momentum: compute in fp32, and round stochastically to ``codes``.
 
     Temporaries have 16 bytes per element of a chunk.
 
     Args:
-        codes: int8, from the start of a block on.
+        codes: int8; the first element begins a block.
         absmax: fp32: the largest magnitude of each block of ``codes``; updated.
         out: ``None`` if :func:`look_ahead` has written it.
     """
@@ -184,6 +185,7 @@ def _decay_cautiously_(param: Tensor, update: Tensor, keep: float, work: Workspa
 
 def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Workspace) -> None:
     """Round ``source``, fp32, stochastically to ``target``, bf16; see :mod:`deepspeed.muon.kernels.rounding`.
+
     ``source`` is overwritten. Temporaries have 8 bytes per element of a chunk.
     """
     for part in chunks(target):
@@ -193,12 +195,12 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return ``runs``, (start in the shard, start in the other tensor, length) each, as tiles; one tile per run."""
+    """Return ``runs`` as tiles, one for each run: (start in the shard, start in the other tensor, length)."""
     return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """Act as :func:`advance` for each row (start in ``buffer`` and ``grad``, start in ``out``, length) of ``tiles``."""
+    """Do the same as :func:`advance` for each tile: (start in ``buffer`` and ``grad``, start in ``out``, length)."""
     for shard, other, length in tiles.table.tolist():
         part = slice(shard, shard + length)
         advance(buffer[part], grad[part], out[other : other + length], momentum, nesterov, Workspace())
@@ -207,7 +209,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Act as :func:`apply_` for each row (start in ``param``, start in ``update``, length) of ``tiles``."""
+    """Do the same as :func:`apply_` for each tile: (start in ``param``, start in ``update``, length)."""
     for shard, other, length in tiles.table.tolist():
         part, result = param[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
@@ -236,7 +238,7 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def magnitude(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide a matrix, in place, by the power of two that brings its largest entry near one.
+    """Divide a matrix, in place, by a power of two, so that its largest entry is near one.
 
     Args:
         matrix: 2-D, bf16 or fp32.
@@ -250,14 +252,14 @@ def magnitude(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def near_one_(matrix: Tensor, dim: int | None = None) -> Tensor:
-    """Divide a matrix, in place, by powers of two that bring the largest entries near one.
+    """Divide a matrix, or each row or column, in place, by a power of two, so that its largest entry is near one.
 
     Args:
         matrix: 2-D, bf16 or fp32.
-        dim: 1 for one power per row, 0 for one per column, ``None`` for one in all.
+        dim: 1 for one power for each row, 0 for each column, ``None`` for the whole matrix.
 
     Returns:
-        The exponents, fp32: ``[rows, 1]``, ``[1, cols]`` or 0-D.
+        The exponents of the powers, fp32: ``[rows, 1]``, ``[1, cols]`` or 0-D.
     """
     low, high = torch.aminmax(matrix, dim=dim, keepdim=dim is not None)
     largest = torch.maximum(high, -low).float()
@@ -290,7 +292,7 @@ def separate(x: Tensor, out: Symmetric) -> None:
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
     """Set ``out = alpha A B + beta A + shift I``. A and B commute, so the result is symmetric.
 
-    Polynomials of one symmetric matrix commute. Other tables compute only one triangle and mirror it.
+    A and B are polynomials of one symmetric matrix, so they commute. Other tables compute one triangle and mirror it.
 
     Args:
         a, b: equal in shape and dtype; may be the same.
@@ -341,5 +343,5 @@ OPERATIONS = Operations(
     multiply=multiply,
 )
 
-#: The reference for other tables' ``runs``. No table uses it, because one call per run costs no more than this.
+#: The reference against which other tables' ``runs`` are tested. It calls a kernel for each run, so no table uses it.
 RUNS = RunOperations(fits=lambda tensor: True, tiles=tiles, advance=advance_runs, apply_=apply_runs_)

@@ -36,8 +36,8 @@ def key_of(name: str, step: int) -> Key:
 def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
     """Return uniform random numbers from 0 to 2^16 - 1, each a function of the key and of its element's index only.
 
-    The counter-based scheme of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). It
-    has no state, so an element gets the same bits whatever part of its matrix a rank holds.
+    This is the counter-based scheme of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3"
+    (2011). It has no state, so an element gets the same bits whatever part of its matrix a rank holds.
 
     Args:
         out: int32, 1-D; receives the numbers of elements ``first``, ``first + 1`` and so on.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the table of kernels: the fastest that every rank has for the devices of a training run."""
+"""Choose the table of kernels: the fastest that all ranks can use on the devices of a training run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Unavailable = dict[str, str | None]
 
 
 def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailable:
-    """Return device type -> why this process cannot use its fast kernels. For ``cpu``, first build the C++ kernels.
+    """Return for each device type why this process cannot use fast kernels on it; ``None`` if it can.
+
+    For ``cpu``, build the C++ kernels first. A GPU has a second entry, for the library quack.
 
     Args:
         kernels: the config key ``optimizer.params.kernels``.
@@ -48,7 +50,7 @@ def choose(unavailable: Unavailable) -> Operations:
 
 
 def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Operations]:
-    """Return name -> kernels that may compute matrix products on a device, plain PyTorch's first."""
+    """Return name -> table of kernels that can compute matrix products on a device, plain PyTorch's first."""
     found = {"torch": reference.OPERATIONS}
     if device_type == "cpu" and _is_usable(unavailable, "cpu"):
         found["C++"] = native.operations()
@@ -62,7 +64,7 @@ def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Oper
 
 
 def summary(table: Operations, unavailable: Unavailable) -> str:
-    """Return the table's name, followed by the reasons why no faster one is used, for a log line."""
+    """Return the name of ``table`` and, for the log, why no faster kernels are used."""
     relevant = [kind for kind in unavailable if kind != "quack" or _is_usable(unavailable, "cuda")]
     reasons = [f"{kind}: {unavailable[kind]}" for kind in relevant if unavailable[kind]]
-    return f"{table.name} ({'; '.join(reasons)})" if reasons else table.name
+    return f"{table.name} (faster kernels are not used; {'; '.join(reasons)})" if reasons else table.name

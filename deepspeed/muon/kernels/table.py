@@ -33,12 +33,12 @@ class Symmetric(NamedTuple):
 
 
 def base_of(x: Tensor) -> tuple[Tensor, bool]:
-    """Return (contiguous tensor, is_transposed): ``x`` itself or, if ``x`` is a transposed view, what it transposes."""
+    """Return (``x``, False) if ``x`` is contiguous; (``x.mT``, True) if ``x.mT`` is contiguous."""
     return (x, False) if x.is_contiguous() else (x.mT, True)
 
 
 def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
-    """Return uninitialized scratch memory for the X X^T of ``x``, ``[batch, rows, cols]``, in the dtype of ``x``."""
+    """Return uninitialized scratch memory for X X^T of each matrix X in ``x``, ``[batch, rows, cols]``."""
     batch, size = x.size(0), x.size(-2)
     rest = work.get(name, (batch, size, size), x.dtype, x.device)
     apart = 0 if x.dtype == torch.float32 else size
@@ -58,8 +58,10 @@ PLAIN = Scalars()
 
 
 class Tiles(NamedTuple):
-    """Runs split into tiles for a kernel. ``table``, int64, on the kernel's device, one row per tile: its start in the
-    shard, its start in the other tensor, its length. ``are_aligned``: all of the runs' numbers are multiples of 16.
+    """Contiguous pieces of a shard ("runs"), split into tiles, each of which one program of a kernel processes.
+
+    ``table``: int64, on the kernel's device, ``[tiles, 3]``: the start of each tile in the shard, its start in the
+    other tensor, and its length. ``are_aligned``: whether all starts and lengths of runs are multiples of 16.
     """
 
     table: Tensor
@@ -68,10 +70,12 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOperations:
-    """``advance`` and ``apply_`` for many runs of two flat tensors in one launch, with the same bits as one by one.
+    """Kernels that do ``advance`` and ``apply_`` for many contiguous pieces ("runs") of two flat tensors in one launch.
+
+    The bits are the same as with one launch for each run.
 
     Args:
-        fits: returns whether a tensor's device, dtype and layout are supported.
+        fits: returns whether the kernels support a tensor's device, dtype and layout.
         tiles: makes :class:`Tiles` from (start in the shard, start in the other tensor, length) of each run.
         advance: see :func:`deepspeed.muon.kernels.reference.advance_runs`.
         apply_: see :func:`deepspeed.muon.kernels.reference.apply_runs_`.
@@ -104,8 +108,8 @@ class Operations:
     multiply: Callable[..., Tensor]
     #: Whether ``product`` may write into one of its factors.
     in_place: bool = False
-    #: Whether matrices are slices, whose other slices on other ranks take part in every operation. The number of
-    #: matrices in an operation must then be equal on all ranks, whatever their machines.
+    #: Whether each matrix is a slice of one whose other slices are on other ranks. Every operation is then a
+    #: collective, and all ranks must call it with the same number of matrices.
     is_slice: bool = False
-    #: ``None`` where kernel launches are cheap; runs are then launched one by one.
+    #: ``None`` on devices where launches are cheap; each run then has its own launch.
     runs: RunOperations | None = None

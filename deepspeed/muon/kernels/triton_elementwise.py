@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs
 """The elementwise kernels of a step in Triton: each reads and writes every element once.
 
-The functions act like those of the same names in :mod:`deepspeed.muon.kernels.reference`, for contiguous tensors on one
-device. Sums of products are explicit fused multiply-adds, so that bits do not depend on what a compiler fuses.
+The functions do the same as those of the same names in :mod:`deepspeed.muon.kernels.reference`, for contiguous tensors
+on one device. Sums of products are explicit fused multiply-adds, so that bits do not depend on what a compiler fuses.
 
 At ZeRO stage 3 a rank holds a piece (run) of every matrix. With one launch per run, launches would take most of a small
 model's step, so :func:`advance_runs` and :func:`apply_runs_` launch once for many runs. Each program takes one tile of
@@ -44,15 +44,16 @@ _UNIT = tl.constexpr(2.0**-16)
 
 @triton.jit
 def _place(numel, BLOCK: tl.constexpr):
-    """Return (indices of this program's elements, int64; mask of those that exist, as the last program has fewer)."""
+    """Return (indices of this program's elements, int64; mask of the elements that exist)."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return offsets, offsets < numel
 
 
 @triton.jit
 def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (indices in the shard, indices in the other tensor, mask) of this program's elements. If ``tiles_ptr`` is
-    ``None``, both tensors are one run of ``numel`` elements.
+    """Return (indices in the shard, indices in the other tensor, mask) of this program's elements.
+
+    If ``tiles_ptr`` is ``None``, both tensors are one run of ``numel`` elements.
     """
     if tiles_ptr is None:
         shard, mask = _place(numel, BLOCK)
@@ -69,7 +70,7 @@ def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lerp(start, end, weight):
-    """Return ``torch.lerp``, computed from the nearer end, so that weights 0 and 1 give the ends exactly."""
+    """Return ``torch.lerp(start, end, weight)``, with the same bits: exactly an end for the weights 0 and 1."""
     away = end - start
     return tl.where(weight < 0.5, tl.fma(away, weight, start), tl.fma(-away, 1.0 - weight, end))
 
@@ -94,7 +95,10 @@ def _round(value, noise):
 
 @triton.jit
 def _noise(index, key):
-    """Return :func:`deepspeed.muon.kernels.rounding.noise`; ``index`` already includes the key's first number."""
+    """Return the random bits of :func:`deepspeed.muon.kernels.rounding.noise`.
+
+    ``index``: of each element, plus the first number of its key. ``key``: the second number.
+    """
     x = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     x += key
     x = (x ^ (x >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
@@ -116,7 +120,7 @@ def advance_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Advance the momentum of this program's elements; one in bf16 is rounded stochastically.
+    """Advance the momentum of this program's elements; a bf16 momentum is rounded stochastically.
 
     ``rate``: 1 - momentum, computed in fp64. Keys are signed 32-bit numbers; the first already includes the index of
     the first element. See :func:`_places` for ``tiles_ptr`` and ``numel``.
@@ -135,7 +139,7 @@ def advance_kernel(
 
 @triton.jit
 def _value(code, absmax):
-    """Return the value of an int8 code, as :func:`deepspeed.muon.kernels.codes.decode`."""
+    """Return the value of an int8 code, as :func:`deepspeed.muon.kernels.codes.decode` does."""
     return code.to(tl.float32) * (1.0 / _LEVELS) * absmax
 
 
@@ -157,8 +161,8 @@ def look_ahead_kernel(
 ):
     """Write the look-ahead, the input of Newton-Schulz, of this program's elements for an int8 momentum.
 
-    The elements are rows of ``cols``, which start ``pitch`` apart, or without gaps if ``IS_WHOLE``. The first is
-    ``skipped`` elements after the start of its block.
+    The elements are rows of ``cols`` elements, whose starts are ``pitch`` apart; if ``IS_WHOLE``, there are no gaps.
+    The first element is ``skipped`` elements after the start of its block.
     """
     at, mask = _place(numel, BLOCK)
     place = at
@@ -303,7 +307,7 @@ def _grid(numel: int) -> tuple[int]:
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """Act as :func:`deepspeed.muon.kernels.reference.advance`."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.advance`."""
     numel, rate = buffer.numel(), 1.0 - momentum
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
@@ -313,7 +317,7 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """Act as :func:`deepspeed.muon.kernels.reference.advance_rounded`, with the same random bits."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.advance_rounded`, with the same random bits."""
     numel, rate, first_key = buffer.numel(), 1.0 - momentum, signed(key[0] + first)
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, first_key, key[1], nesterov, False, BLOCK, **OPTIONS
@@ -332,7 +336,7 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """Act as :func:`deepspeed.muon.kernels.reference.look_ahead`."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.look_ahead`."""
     numel, rate = out.numel(), 1.0 - momentum
     is_whole = cols == numel
     look_ahead_kernel[_grid(numel)](
@@ -351,7 +355,7 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """Act as :func:`deepspeed.muon.kernels.reference.advance_codes`, with the same random bits."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.advance_codes`, with the same random bits."""
     numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // codes.BLOCK
     target, first_key = grad if out is None else out, signed(key[0] + first)
     has_out = out is not None
@@ -363,13 +367,13 @@ def advance_codes(
 def apply_(
     param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
 ) -> None:
-    """Act as :func:`deepspeed.muon.kernels.reference.apply_`."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.apply_`."""
     numel, keep = param.numel(), 1.0 - lr * weight_decay
     apply_kernel[_grid(numel)](param, update, None, numel, keep, -lr * scale, cautious, False, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-    """Act as :func:`deepspeed.muon.kernels.reference.normalize`, in two passes: sums of squares, then division."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.normalize`: sum squares, then divide."""
     numel = x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
     for matrices, results in zip(x.split(GRID), out.split(GRID), strict=True):
@@ -384,8 +388,9 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Split runs into tiles of at most ``BLOCK`` elements. The table takes 12 bytes per 1,000 elements. ``runs``:
-    (start in the shard, start in the other tensor, length) of each run.
+    """Split runs into tiles of at most ``BLOCK`` elements. The table takes 12 bytes per 1,000 elements.
+
+    ``runs``: (start in the shard, start in the other tensor, length) of each run.
     """
     starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 3)
     counts = -(-starts[:, 2] // BLOCK)
@@ -397,7 +402,7 @@ def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """Act as :func:`deepspeed.muon.kernels.reference.advance_runs`, in one launch."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.advance_runs`, in one launch."""
     grid, rate = (tiles.table.size(0),), 1.0 - momentum
     with torch.cuda.device_of(buffer):
         advance_kernel[grid](
@@ -408,7 +413,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Act as :func:`deepspeed.muon.kernels.reference.apply_runs_`, in one launch."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.apply_runs_`, in one launch."""
     grid, keep = (tiles.table.size(0),), 1.0 - lr * weight_decay
     with torch.cuda.device_of(param):
         apply_kernel[grid](

@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs
 """The products of Newton-Schulz in Triton, for batches ``[batch, k, k]`` in bf16 or fp16.
 
-The functions act like those of the same names in :mod:`deepspeed.muon.kernels.reference`.
+The functions do the same as those of the same names in :mod:`deepspeed.muon.kernels.reference`.
 
 :func:`square` and :func:`product` have a symmetric result, so they compute one triangle of tiles and store each tile
 twice. Sums are fp32, and each element is rounded once. The triangle consists of squares of ``COLS x COLS``, and each
@@ -33,7 +33,8 @@ from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric, base_of
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: How many columns of squares are visited together, row by row, so that inputs that they share stay in the L2 cache.
+#: Number of columns of squares whose squares are computed together, row by row, so that shared inputs stay in the L2
+#: cache.
 GROUP = 8
 #: How often the tuner times each configuration.
 TRIALS = 7
@@ -73,8 +74,9 @@ def _square_of(index, squares, GROUP: tl.constexpr):
 
 @triton.jit
 def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.constexpr):
-    """Return one tile of A B^T in fp32, in rows ``rows`` and columns ``cols``. ``across``, ``along``: strides of A and
-    B between their rows and within a row. ``depth``: elements of a row.
+    """Return one tile of A B^T in fp32: its rows ``rows`` and columns ``cols``.
+
+    ``across``, ``along``: strides of A and B between rows and within a row. ``depth``: number of elements of a row.
     """
     deep = tl.arange(0, DEPTH)
     # A matrix may have more than 2^31 elements.
@@ -121,7 +123,8 @@ def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift)
 def _store(total, on_diagonal, out_ptr, diagonal_ptr, row, col, size, is_above):
     """Store the tile ``total``, whose first element is (row, col), with zeros on the matrix's diagonal.
 
-    If it ``is_above`` the diagonal, also store its transpose; otherwise its diagonal plus ``on_diagonal``, separately.
+    ``is_above``: whether the tile is above the diagonal; its transpose is then stored, too. Otherwise the tile contains
+    a part of the matrix's diagonal, and that part plus ``on_diagonal`` is stored in ``diagonal_ptr``.
     """
     down, right = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
     rows, cols = row + down, col + right
@@ -161,8 +164,10 @@ def symmetric_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute one tile of ``A B^T``; with ``DIAGONALS``, of ``alpha A B + beta A + shift I`` for separate diagonals.
-    ``matrices``: the batch size rounded up to a power of two, which only the tuner uses as a key.
+    """Compute one tile of ``A B^T``; with ``DIAGONALS``, one of ``alpha A B + beta A + shift I``.
+
+    In the second case A, B and the result store their diagonals separately. ``matrices``: the batch size rounded up to
+    a power of two, which only the tuner uses, as a key.
     """
     per_square: tl.constexpr = COLS // ROWS
     squares = tl.cdiv(size, COLS)
@@ -184,7 +189,7 @@ def symmetric_kernel(
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> list[float]:
-    """Return the median milliseconds of ``call``, repeated for each of the ``quantiles``, as Triton's tuner expects.
+    """Return the median milliseconds of ``call`` once for each of ``quantiles``, because Triton's tuner expects a list.
 
     Triton's own benchmark empties the L2 cache before each call, with 256 MiB of memory. Newton-Schulz has just written
     what a product reads, so timing with a full cache is more realistic.
@@ -210,14 +215,15 @@ untuned_kernel = triton.autotune(CONFIGS[:1], key=[])(symmetric_kernel)
 
 
 def tiles(size: int, rows: int, cols: int) -> int:
-    """Return the number of tiles of one ``size x size`` matrix, each of which one program computes."""
+    """Return the number of tiles that are computed of one ``size x size`` matrix."""
     squares = triton.cdiv(size, cols)
     return squares * (squares + 1) // 2 * (cols // rows)
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> None:
-    """Set ``out = X X^T``, with the fp32 sums of the matrix units as the diagonal. ``x``: contiguous or a transposed
-    view of a contiguous tensor. ``kernel``: ``None`` for the tuned one.
+    """Set ``out = X X^T``; the diagonal gets the fp32 sums of the matrix units.
+
+    ``x``: contiguous or a transposed view of a contiguous tensor. ``kernel``: ``None`` for :data:`tuned_kernel`.
     """
     factor = Symmetric(x, out.diagonal)  # which is not read
     _run(kernel, factor, factor, out, PLAIN, diagonals=False)
@@ -301,7 +307,7 @@ def complete_kernel(
 
 @triton.jit
 def scale_kernel(x_ptr, diagonal_ptr, out_ptr, rows, cols, TALL: tl.constexpr, BLOCK: tl.constexpr):
-    """Set ``out <- out + D X``, or ``out + X D`` if ``TALL``, in a part of one row. D: ``diagonal`` as a matrix."""
+    """Add D X to ``out``, or X D if ``TALL``, in a part of one row. D: the diagonal matrix of ``diagonal_ptr``."""
     matrix, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = at < cols
@@ -320,7 +326,7 @@ def _block(cols: int) -> int:
 
 
 def complete(a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars) -> None:
-    """Turn ``out``, whose ``rest`` is ``a.rest b.rest``, into ``alpha A B + beta A + shift I`` in one pass."""
+    """Set ``out = alpha A B + beta A + shift I`` in one pass, if ``out.rest`` is already ``a.rest b.rest``."""
     batch, size = out.diagonal.shape
     alpha, beta, shift = map(float, coeffs)
     cols = _block(size)
@@ -330,14 +336,15 @@ def complete(a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars) -> Non
 
 
 def unfused_product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
-    """Set ``out = alpha A B + beta A + shift I``, by a library's full product and one pass over it."""
+    """Set ``out = alpha A B + beta A + shift I`` by cuBLAS's full product and one pass over it."""
     torch.bmm(a.rest, b.rest, out=out.rest)
     complete(a, b, out, coeffs)
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """Set ``out = P X`` and return it, by a library's product and one pass over it. ``x`` and ``out`` are contiguous,
-    or both transposed views of contiguous tensors.
+    """Set ``out = P X`` by cuBLAS's product and one pass over it, and return it.
+
+    ``x`` and ``out`` are contiguous, or both are transposed views of contiguous tensors.
     """
     reference.multiply(Symmetric(p.rest, diagonal=p.diagonal[:, :0]), x, out, work)
     (base, is_transposed), (result, _) = base_of(x), base_of(out)

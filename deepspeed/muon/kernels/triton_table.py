@@ -40,9 +40,9 @@ def unavailable() -> str | None:
 
 
 def _untuned() -> Operations:
-    """Return the Triton kernels, but with one fixed configuration of the symmetric products, for a quick check.
+    """Return the Triton kernels with one fixed configuration of the symmetric products, for a quick check.
 
-    The tuner would compile all configurations.
+    Otherwise Triton's tuner would compile all configurations.
     """
     table = operations(reference.OPERATIONS)
     if torch.version.hip:
@@ -56,10 +56,9 @@ def _untuned() -> Operations:
 
 
 def operations(other: Operations) -> Operations:
-    """Return the Triton kernels. Calls with tensors that they do not support go to the kernels ``other``.
+    """Return the table of Triton kernels. Calls that they do not support go to the kernels of the table ``other``.
 
-    These are tensors that are not on a GPU or have other dtypes, and matrix products on AMD GPUs, for which the kernels
-    were not written.
+    These are calls with tensors that are not on a GPU or have other dtypes, and matrix products on AMD GPUs.
 
     Raises:
         ImportError: Triton is not installed; see :func:`unavailable`.
@@ -100,8 +99,9 @@ def operations(other: Operations) -> Operations:
 
 
 def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable:
-    """Return a function that calls ``kernel``, on its first argument's device, if it ``supports`` the arguments, and
-    ``fallback`` otherwise.
+    """Return a function that calls ``kernel`` if ``supports(*arguments)`` is true, and ``fallback`` otherwise.
+
+    ``kernel`` runs on the device of its first argument.
     """
 
     @functools.wraps(fallback)
@@ -115,8 +115,9 @@ def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback:
 
 
 def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
-    """Return a function that checks a call's arguments: the first tensor has one of ``dtypes``, and one kernel can
-    process them all, see :func:`_are_plain`.
+    """Return a function that returns whether a kernel supports its arguments.
+
+    It does if the first tensor has one of ``dtypes``, and all tensors are contiguous and on one GPU.
     """
 
     def supports(*args: Any) -> bool:
@@ -132,30 +133,30 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def _are_plain(tensors: Sequence[Tensor], dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
-    """Return whether all tensors are contiguous, on one GPU and of one of ``dtypes``, as a kernel needs them."""
+    """Return whether all tensors are contiguous, are on the same GPU, and have one of ``dtypes``."""
     device = tensors[0].device
     return all(is_on_gpu(t) and t.device == device and t.dtype in dtypes and t.is_contiguous() for t in tensors)
 
 
 def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
-    """Return whether all ``matrices`` store their diagonals separately and, with ``others``, are :func:`_are_plain`."""
+    """Return whether all ``matrices`` store their diagonals separately, and all tensors suit :func:`_are_plain`."""
     parts = [part for matrix in matrices for part in matrix]
     return not any(matrix.is_whole for matrix in matrices) and _are_plain([*parts, *others])
 
 
 def takes_square(x: Tensor, out: Symmetric, *_: Any) -> bool:
-    """Return whether a kernel that computes one triangle can compute X X^T, and may beat a library's full product."""
+    """Return whether kernels for one triangle of X X^T support these tensors, and may be faster than a full product."""
     return _are_apart(out, others=[base_of(x)[0]]) and _are_large(x, out.rest)
 
 
 def takes_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
-    """Return whether a kernel that computes one triangle can compute A B, and may beat a library's full product."""
+    """Return whether kernels for one triangle of A B support these tensors, and may be faster than a full product."""
     return _are_apart(a, b, out) and _are_large(a.rest, b.rest, out.rest)
 
 
 def _are_large(*matrices: Tensor) -> bool:
-    """Return whether the last matrix, the result, has :data:`SYMMETRIC_FROM` rows, and all matrices are 16-bit and
-    aligned, so that kernels load 16 bytes at a time.
+    """Return whether the last matrix, the result, has at least :data:`SYMMETRIC_FROM` rows, and all matrices are 16-bit
+    and aligned to 16 bytes, the size of a kernel's loads.
     """
     return matrices[-1].size(-1) >= SYMMETRIC_FROM and all(
         x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch memory that is allocated once, and how many matrices are orthogonalized at a time in it."""
+"""Scratch memory that is reused, and the number of matrices that are orthogonalized at a time in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH_BYTES = 256 << 20
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is not the CPU; its memory is scarce then, and fast to get from a caching allocator."""
+    """Return whether a device is not the CPU."""
     return device.type != "cpu"
 
 
@@ -46,7 +46,8 @@ class Workspace:
         pin: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return an uninitialized contiguous tensor, valid until the next request of this name, dtype and device.
-        ``pin``: returns a copy of a tensor in pinned host memory; it is applied to storage when that is allocated.
+
+        ``pin``: returns a copy of a tensor in pinned (page-locked) memory; called for newly allocated storage.
         """
         numel, key = math.prod(shape), (name, dtype, device)
         if key not in self._storage or self._storage[key].numel() < numel:
@@ -72,17 +73,18 @@ class Workspace:
 def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | None = None) -> int:
     """Return how many of the matrices in ``x``, ``[batch, rows, cols]``, to orthogonalize at a time.
 
-    On an accelerator :data:`BATCH_BYTES` limits the number; on a CPU :data:`CACHED_BYTES`, but there is at least one
-    matrix for each of ``threads`` (``None``: as many as torch has). ``dtype``: of the products. ``small``: number of
-    rows of a Gram matrix.
+    On an accelerator :data:`BATCH_BYTES` limits the number. On a CPU :data:`CACHED_BYTES` limits it, but it is at least
+    ``threads`` (``None``: the number of torch's threads). ``dtype``: of the products. ``small``: number of rows of a
+    Gram matrix.
     """
     return batch_limit(x.size(-2) * x.size(-1), small, dtype.itemsize, is_accelerator(x.device), threads)
 
 
 def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool, threads: int | None = None) -> int:
-    """Return :func:`matrices_together` for matrices of ``numel`` elements with ``itemsize`` bytes each.
+    """Return how many matrices to orthogonalize at a time, as :func:`matrices_together` does, but from their sizes.
 
-    ``accelerator``: whether an accelerator orthogonalizes them. ``small``, ``threads``: as in that function.
+    ``numel``: elements of a matrix. ``itemsize``: bytes of an element. ``accelerator``: whether an accelerator
+    orthogonalizes them. ``small``, ``threads``: as in that function.
     """
     nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:

@@ -58,8 +58,9 @@ def step_in_bf16(
     kernels: Operations,
     work: Workspace,
 ) -> None:
-    """Act as :func:`step` for a contiguous bf16 tensor: compute in fp32, and round weights and moments stochastically.
-    ``fragments``: which elements of which parameters the tensor holds; padding between them does not change.
+    """Do the same as :func:`step` for a contiguous bf16 tensor: compute in fp32, and round weights and moments
+    stochastically. ``fragments``: which elements of which parameters the tensor holds; padding between them does not
+    change.
     """
     assert tensor.grad is not None
     grad, done = tensor.grad.reshape(-1), state["step"].clone()

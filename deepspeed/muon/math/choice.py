@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Newton-Schulz runs: the dtype of its products, and for each shape of a matrix the method and the kernels.
+"""The choice of how Newton-Schulz runs: the dtype of its products, and for each shape the method and the kernels.
 
-:func:`fastest` chooses the dtype and the kernels by the rates that :func:`deepspeed.muon.tuning.race` measures, and for
-each shape the method with fewer operations. The choice is stored in the parameter groups, key ``ns_choice``, and saved
-with them in every checkpoint, so that a resumed training run gets the same bits on any machine.
+:func:`fastest` chooses the dtype and the kernels by the rates that :func:`deepspeed.muon.tuning.measure_rates` returns,
+and for each shape the method with fewer operations. The choice is stored in the parameter groups, key ``ns_choice``,
+and saved with them in every checkpoint, so that a resumed training run gets the same bits on any machine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ Rates = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The method for one shape and its transpose, and the name of the table whose kernel computes each kind of product.
-    New choices use one table for all kinds; checkpoints of version 0.2.0 and older may name several.
+    """How matrices of one shape, or its transpose, are orthogonalized.
+
+    ``method``: "standard" or "gram". ``square``, ``product``, ``multiply``: for each kind of product, the name of the
+    table of kernels that computes it. New choices use one table; checkpoints of version 0.2.0 and older may name
+    several.
     """
 
     method: str
@@ -38,7 +41,7 @@ class Recipe:
 
     @property
     def tables(self) -> set[str]:
-        """Return the distinct names of the tables."""
+        """Return the names of the tables of kernels in this recipe."""
         return {self.square, self.product, self.multiply}
 
     def __str__(self) -> str:
@@ -47,18 +50,21 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Choice:
-    """The dtype of the products, a key of :data:`DTYPES`, and :func:`shape_key` -> recipe."""
+    """How Newton-Schulz runs: the dtype of its products, and a recipe for each shape.
+
+    ``dtype``: a key of :data:`DTYPES`. ``recipes``: :func:`shape_key` -> :class:`Recipe`.
+    """
 
     dtype: str
     recipes: Mapping[str, Recipe]
 
     def recipe(self, rows: int, cols: int) -> Recipe:
-        """Return how matrices of this shape are orthogonalized."""
+        """Return the recipe for matrices of this shape."""
         return self.recipes[shape_key(rows, cols)]
 
     @property
     def tables(self) -> set[str]:
-        """Return the distinct names of all recipes' tables."""
+        """Return the names of the tables of kernels in all recipes."""
         return set().union(*(recipe.tables for recipe in self.recipes.values()))
 
     def as_json(self) -> dict[str, Any]:
@@ -66,8 +72,9 @@ class Choice:
         return {"dtype": self.dtype, "shapes": {key: asdict(recipe) for key, recipe in self.recipes.items()}}
 
     def with_methods(self, methods: Mapping[str, str]) -> Choice:
-        """Return the choice with other methods for some shapes, as a checkpoint of version 0.1.0 stores only these.
-        ``methods``: :func:`shape_key` -> method.
+        """Return a copy of the choice with ``methods``, :func:`shape_key` -> method, in place of its own.
+
+        Checkpoints of version 0.1.0 store only methods.
         """
         changed = {key: replace(self.recipes[key], method=methods[key]) for key in self.recipes.keys() & methods.keys()}
         return Choice(self.dtype, {**self.recipes, **changed})
@@ -78,21 +85,22 @@ def shape_key(rows: int, cols: int) -> str:
     return "x".join(map(str, sorted((rows, cols))))
 
 
-def choice_from_json(pinned: Mapping[str, Any]) -> Choice:
-    """Return the choice from its saved form (:meth:`Choice.as_json`), once :func:`unknown` has found nothing in it."""
-    return Choice(pinned["dtype"], {key: Recipe(**recipe) for key, recipe in pinned["shapes"].items()})
+def choice_from_json(saved: Mapping[str, Any]) -> Choice:
+    """Return the choice that :meth:`Choice.as_json` has converted to ``saved``. Check with :func:`unknown` before."""
+    return Choice(saved["dtype"], {key: Recipe(**recipe) for key, recipe in saved["shapes"].items()})
 
 
-def unknown(pinned: Any) -> list[str]:
-    """Return, as texts, what this version does not know in a saved ``ns_choice``. Names of tables are not checked,
-    because other machines have other tables.
+def unknown(saved: Any) -> list[str]:
+    """Return, as texts, the dtype and methods in a saved ``ns_choice`` that this version does not know.
+
+    Names of tables are not checked, because other machines have other tables.
     """
     try:
-        choice = choice_from_json(pinned)
+        choice = choice_from_json(saved)
         wrong = [repr(choice.dtype)] if choice.dtype not in DTYPES else []
         return wrong + unknown_methods({key: recipe.method for key, recipe in choice.recipes.items()})
     except (KeyError, TypeError, AttributeError):
-        return [repr(pinned)]
+        return [repr(saved)]
 
 
 def unknown_methods(methods: Any) -> list[str]:
@@ -105,8 +113,10 @@ def unknown_methods(methods: Any) -> list[str]:
 def by_count(
     shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = TORCH
 ) -> Choice:
-    """Choose the method with fewer operations for each shape, and ``table`` for all products. ``methods``: those to
-    choose from. Another one than the first must have fewer operations by a factor of ``MARGIN``.
+    """Choose the method with fewer operations for each shape, and the kernels ``table`` for all products.
+
+    ``methods``: those to choose from, the default first. Another one is chosen only if the default has more operations
+    by a factor of ``MARGIN``.
     """
     default, *others = methods
     recipes = {}
@@ -118,13 +128,16 @@ def by_count(
 
 
 def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: str) -> str:
-    """Return the method for one shape without timing: ``ns_method``, or for ``auto`` the one that needs less work."""
+    """Return the method for one shape: ``ns_method`` or, if that is ``auto``, the method with fewer operations."""
     methods = METHODS if ns_method == "auto" else (ns_method,)
     return by_count([(rows, cols)], schedule, dtype, methods).recipe(rows, cols).method
 
 
 def lowest(rates: Sequence[Rates]) -> Rates:
-    """Return, for each dtype and table that all ranks have timed, the lowest rate. ``rates``: by rank."""
+    """Return the lowest rate for each pair of dtype and table that all ranks have timed.
+
+    ``rates``: those of each rank.
+    """
     return {
         dtype: {
             table: min(one[dtype][table] for one in rates)
@@ -138,11 +151,11 @@ def lowest(rates: Sequence[Rates]) -> Rates:
 def fastest(
     rates: Rates, shapes: Mapping[Shape, int], schedule: Schedule, methods: Sequence[str] = METHODS
 ) -> Choice | None:
-    """Choose the dtype and table with which all matrices of a model take least time; ``None`` without a rate.
+    """Choose the dtype and table of kernels with which all matrices of a model take least time.
 
-    Candidates within a factor of ``MARGIN`` are equal: then the more exact dtype wins, then the table timed first,
-    which is plain PyTorch's. ``rates``: from :func:`lowest`. ``shapes``: (rows, columns) -> number of such matrices in
-    the model. ``methods``: those that may be chosen, the default first.
+    Return ``None`` if ``rates`` is empty. Times within a factor of ``MARGIN`` count as equal; then the more exact dtype
+    is chosen, and among tables plain PyTorch's, which was timed first. ``rates``: from :func:`lowest`. ``shapes``:
+    (rows, columns) -> number of such matrices in the model. ``methods``: those that may be chosen, the default first.
     """
     best: Choice | None = None
     least = 0.0
@@ -156,8 +169,9 @@ def fastest(
 
 
 def seconds(rates: Rates, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
-    """Return the seconds that a choice takes for all matrices; ``None`` if ``rates`` lacks one of its tables.
-    ``shapes``: (rows, columns) -> number of such matrices.
+    """Return the seconds that Newton-Schulz takes for all matrices with ``choice``.
+
+    Return ``None`` if ``rates`` lacks a table of the choice. ``shapes``: (rows, columns) -> number of such matrices.
     """
     known = rates.get(choice.dtype, {})
     if not choice.tables <= known.keys():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz coefficient schedules, as cited data.
+"""Coefficient schedules of Newton-Schulz, from publications.
 
 One step with coefficients (a, b, c) maps every singular value s of a matrix to
 ``a s + b s^3 + c s^5``. A schedule is one triple per step.
@@ -31,7 +31,7 @@ YOU: Schedule = (
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """Return the schedule whose result for an input X is that of ``schedule`` for X / ``factor``."""
+    """Return a schedule that maps every matrix X to what ``schedule`` maps X / ``factor`` to."""
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
@@ -101,14 +101,14 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
     return triples
 
 
-#: The Gram iteration composes steps, without a restart between them, if rounding errors of the Gram matrices between
-#: these steps move no singular value by more than ``MAX_SHIFT``. The error is measured after ``STEPS_AHEAD`` further
-#: steps, in which a diverging value shows.
+#: The Gram iteration makes several steps without a restart if rounding errors of the Gram matrices between these steps
+#: move no singular value by more than ``MAX_SHIFT``. The shift is computed after ``STEPS_AHEAD`` further steps, because
+#: a diverging value shows only then.
 MAX_SHIFT, STEPS_AHEAD = 0.06, 3
 
 
 class Rounding(NamedTuple):
-    """The error that a dtype's rounding causes in a Gram matrix, and the maximum number of composed steps.
+    """The error that a dtype's rounding causes in a Gram matrix, and the maximum number of steps between restarts.
 
     An eigenvalue r is off by ``error * max(r, least)``, as after a few rounding errors of the same sign. With the
     values of :data:`ROUNDING`, none of many small random matrices diverges, whatever its singular values.
@@ -119,17 +119,18 @@ class Rounding(NamedTuple):
     longest: int
 
 
-#: Key of a dtype -> rounding. fp16 rounds eight times finer than bf16. fp32 composes as many steps as fp16: one more
-#: would save little and cost a digit, as the error at the smallest singular values grows by a^2, about 12, per step.
+#: Name of a dtype -> its rounding. fp16 rounds eight times finer than bf16. With fp32 as many steps
+#: are made without a restart as with fp16: one more would save little and cost a digit, because the error at the
+#: smallest singular values grows by a^2, about 12, per step.
 ROUNDING = {"bf16": Rounding(2.0**-7, 0.0, 2), "fp16": Rounding(2.0**-10, 1.0, 3), "fp32": Rounding(2.0**-10, 1.0, 3)}
 
 
 @functools.cache
 def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
-    """Return how many steps the Gram iteration makes between restarts, which compute R = X X^T again: ``(2, 2, 1)``.
+    """Return the numbers of steps between restarts of the Gram iteration, such as ``(2, 2, 1)``.
 
-    Between restarts its small matrices drift away from X. A polynomial that is steep at the largest singular values
-    amplifies the drift, and the next step may then diverge.
+    A restart computes R = X X^T again. Between restarts the small matrices drift away from X. A polynomial that is
+    steep at the largest singular values amplifies the drift, and the next step may then diverge.
 
     ``dtype``: of the products, a key of :data:`ROUNDING`.
     """
@@ -144,8 +145,9 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 
 def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
-    """Return how far errors of one sign in the Gram matrices between composed steps move a singular value at most.
-    ``first``, ``length``: the index of the first composed step, and the number of them.
+    """Return by how much rounding errors in Gram matrices move a singular value at most, if all have the same sign.
+
+    ``first``, ``length``: index and number of the steps that are made without a restart.
     """
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0

@@ -21,8 +21,9 @@ State = dict[str, Any]
 
 
 class Fragment(NamedTuple):
-    """``numel`` consecutive elements of the parameter ``name``, stored in a tensor from index ``position`` on.
-    ``first``: index of the first of them in the parameter.
+    """A part of a parameter in a tensor: ``numel`` consecutive elements, from index ``position`` of the tensor on.
+
+    ``name``: of the parameter. ``first``: index of the part's first element in the parameter.
     """
 
     name: str
@@ -32,8 +33,10 @@ class Fragment(NamedTuple):
 
 
 class Blocks:
-    """The quantization blocks of a tensor's int8 momentum. Each parameter in the tensor begins a new block. So its
-    momentum depends neither on its neighbours in the tensor nor on padding, which may hold anything, even NaN.
+    """The quantization blocks of a tensor's int8 momentum.
+
+    Each parameter in the tensor begins a new block. So its momentum depends neither on its neighbours in the tensor nor
+    on padding, which may contain anything, even NaN.
     """
 
     def __init__(self, fragments: Iterable[Fragment]) -> None:
@@ -44,14 +47,16 @@ class Blocks:
         self.count = self._ends[-1]
 
     def parts(self, state: State) -> Iterator[tuple[Fragment, Tensor, Tensor]]:
-        """Yield (fragment, its codes, its blocks' largest magnitudes); both tensors are 1-D views of the state's."""
+        """Yield (fragment, its codes, the largest magnitudes of its blocks); both are 1-D views into ``state``."""
         codes = state[CODES].view(-1)
         for fragment, (start, end) in zip(self.fragments, pairwise(self._ends), strict=True):
             yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
 
     def fragment_at(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
-        """Return (fragment, codes, blocks' largest magnitudes, skipped) of ``numel`` elements from index ``start``.
-        ``skipped``: how many elements of the first block precede them.
+        """Return (fragment, codes, magnitudes, skipped) of the tensor's ``numel`` elements from index ``start`` on.
+
+        All these elements belong to one fragment. ``magnitudes``: the largest of each block that contains some of them.
+        ``skipped``: how many elements of the first of these blocks precede them.
         """
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)
@@ -78,7 +83,10 @@ class Blocks:
         return result
 
     def write(self, state: State, start: int, values: Tensor) -> None:
-        """Set the momentum from element ``start`` on to ``values``, 1-D, rounded to nearest; whole fragments only."""
+        """Set the momentum from element ``start`` on to ``values``, 1-D, rounded to nearest.
+
+        ``values`` must cover whole fragments.
+        """
         stop = start + values.numel()
         for fragment, codes, absmax in self.parts(state):
             if fragment.position + fragment.numel <= start or stop <= fragment.position:
@@ -93,7 +101,7 @@ class Blocks:
 
 
 def whole_parameter(tensor: Tensor) -> Blocks:
-    """Return the blocks of a tensor that is one whole parameter."""
+    """Return the quantization blocks of a tensor that is one whole parameter."""
     return Blocks([Fragment("", 0, 0, tensor.numel())])
 
 
@@ -115,7 +123,7 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable
 
 
 def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
-    """Return the state keys of an int8 momentum of zeros."""
+    """Return the state of an int8 momentum of zeros: key -> tensor."""
     return {
         CODES: torch.zeros(shape, dtype=torch.int8, device=device),
         ABSMAX: torch.zeros(blocks.count, dtype=torch.float32, device=device),
@@ -123,5 +131,8 @@ def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State
 
 
 def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
-    """Return the dtype of a tensor's momentum; ``momentum_dtype``: the config's, where ``fp32`` keeps the tensor's."""
+    """Return the dtype in which a tensor's momentum is stored.
+
+    ``momentum_dtype``: the config's value: bf16, int8, or fp32, which stands for the dtype of the tensor.
+    """
     return {"bf16": torch.bfloat16, "int8": torch.int8}.get(momentum_dtype, tensor.dtype)

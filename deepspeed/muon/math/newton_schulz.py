@@ -39,8 +39,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class Products(NamedTuple):
-    """How many products of each kind Newton-Schulz on one matrix X takes. ``square``: X X^T. ``product``: of two small
-    symmetric matrices. ``multiply``: P X with a symmetric P.
+    """The number of products of each kind in Newton-Schulz on one matrix X.
+
+    ``square``: X X^T. ``product``: of two small symmetric matrices. ``multiply``: P X with a symmetric P.
     """
 
     square: int = 0
@@ -49,8 +50,9 @@ class Products(NamedTuple):
 
 
 def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
-    """Yield the kind of each product, a field of :class:`Products`, in the order of :func:`orthogonalize`. The order
-    depends on the dtype because the restarts of ``gram`` do.
+    """Yield the kind of each product, a field of :class:`Products`, in the order in which they are computed.
+
+    The order depends on the dtype, because the restarts of ``gram`` do.
     """
     step = 0
     for length in (1,) * len(schedule) if method == "standard" else segments(schedule, dtype):
@@ -67,21 +69,22 @@ def products(schedule: Schedule, method: str, dtype: str) -> Products:
     return Products(**Counter(product_order(schedule, method, dtype)))
 
 
-#: If a matrix has at least this many owners, each computes some rows of a product of symmetric matrices, and all gather
-#: the rows. Fewer owners compute the whole product each, for which kernels compute only one triangle.
+#: If a matrix has at least this many owners, each owner computes some rows of every product of symmetric matrices, and
+#: an all-gather combines the rows. Of fewer owners each computes the whole product, with kernels that need to compute
+#: only one triangle of it.
 SPLIT_FROM = 4
 
 
 def flops(
     rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0, owners: int = 1
 ) -> int:
-    """Return the floating-point operations that each owner needs to orthogonalize one matrix.
+    """Return the number of floating-point operations that each owner needs to orthogonalize one matrix.
 
     For the schedule ``simple`` and an m x n matrix with m <= n, ``standard`` takes 20 m^2 n + 10 m^3, ``gram``
     12 m^2 n + 22 m^3 in bf16 and 8 m^2 n + 28 m^3 in fp16 and fp32.
 
     Args:
-        symmetric: the fraction of a symmetric result that is computed: 1, or about one half by one triangle.
+        symmetric: the fraction of a symmetric result that is computed: 1, or about 0.5 if only one triangle is.
         owners: number of owners, each of which has a slice of the matrix along its longer side.
     """
     m, n = sorted((rows, cols))
@@ -91,8 +94,9 @@ def flops(
 
 
 def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> tuple[float, int]:
-    """Return (bytes, number of collectives) that each of several owners of a matrix sends to the others. They sum Gram
-    matrices in fp32, and gather rows of products in ``dtype``.
+    """Return (bytes that each owner of a matrix sends to its other owners, number of collectives).
+
+    The owners sum Gram matrices in fp32, and gather rows of products in ``dtype``.
     """
     count, small, others = products(schedule, method, dtype), min(rows, cols), (owners - 1) / owners
     gathered = count.product if owners >= SPLIT_FROM else 0
@@ -122,8 +126,8 @@ def orthogonalize(
         normalization: how singular values are brought to at most one before the first step: ``frobenius``, division by
             the norm of the matrix, or ``aol``, see :func:`_precondition`. In fp16, ``aol`` is less exact for rows that
             are far smaller than others, because their entries leave fp16's range before they are scaled.
-        gram_axis: 0 if the Gram matrix has the products of rows, 1 if those of columns; ``None``: of the shorter axis.
-            For a slice it is the shorter axis of the whole matrix.
+        gram_axis: 0 if the Gram matrix is X X^T, 1 if it is X^T X; ``None``: the smaller of the two. For slices of
+            matrices pass the one that is smaller for the whole matrix.
 
     Returns:
         ``x``. A zero matrix stays zero; one with a non-finite entry gets non-finite values.
@@ -134,7 +138,7 @@ def orthogonalize(
     scaled, lengths = for_larger_norm(schedule, NORM), segments(schedule, name_of(dtype))
     if gram_axis is None:
         gram_axis = int(x.size(-2) > x.size(-1))
-    # Owners of one matrix must split a batch alike, so the size of a part must not depend on a machine's threads.
+    # The owners of one matrix must split a batch in the same way, whatever the number of threads on their machines.
     threads = 1 if kernels.is_slice else None
     for part in x.split(matrices_together(x, dtype, x.size(gram_axis - 2), threads)):
         spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
@@ -187,7 +191,7 @@ def _gram(
 
 
 def _times(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return A B. It is written to a matrix taken from ``spares``, which gets B instead, or to B if there is none."""
+    """Return A B, in a matrix taken from ``spares``, to which B is added instead; in B itself if there is no spare."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]

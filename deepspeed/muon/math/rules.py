@@ -19,8 +19,8 @@ from deepspeed.muon.kernels.reference import near_one_
 from deepspeed.muon.kernels.workspace import Workspace, has_fp64
 from deepspeed.muon.math.wide import scale, squares, widened
 
-#: Value of ``muon_eq`` and ``muon_plus`` -> which norms are made equal, in order: 0 those of each output's weights, 1
-#: those of each input's weights.
+#: Value of ``muon_eq`` and ``muon_plus`` -> the norms to make equal, one after the other: 0 for the norms of each
+#: output's weights, 1 for the norms of each input's weights.
 SIDES = {"none": (), "rows": (0,), "columns": (1,), "rows_columns": (0, 1), "columns_rows": (1, 0)}
 #: NorMuon's epsilon, as in its authors' code.
 EPS = 1e-10
@@ -28,7 +28,7 @@ EPS = 1e-10
 
 @dataclass(frozen=True)
 class Rules:
-    """The update rules of a training run; false for plain Muon.
+    """The update rules of a training run. ``bool(rules)`` is False for plain Muon.
 
     Args:
         muon_eq, muon_plus: keys of :data:`SIDES`, for :func:`equalize` before and after Newton-Schulz.
@@ -60,7 +60,7 @@ class Rules:
         if self.muon_eq != "none":
             axes = [axis ^ side for side in SIDES[self.muon_eq]]
             for matrix in matrices:
-                # A gradient's squares may leave fp32's range, so use fp64 or, without it, first bring entries near one.
+                # Squares of gradients may leave fp32's range: use fp64 or, without it, first bring entries near one.
                 if has_fp64(matrix.device):
                     equalize(matrix, axes, work, dtype=torch.float64)
                 else:
@@ -68,7 +68,10 @@ class Rules:
                     equalize(matrix, axes, work)
 
     def apply_after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
-        """Apply the rules after Newton-Schulz, in place. ``second_moments``: with NorMuon, one per matrix; updated."""
+        """Apply the rules after Newton-Schulz, in place.
+
+        ``second_moments``: with NorMuon, that of each matrix; updated.
+        """
         if self.muon_plus != "none":
             axes = [axis ^ side for side in SIDES[self.muon_plus]]
             for matrix in matrices:
@@ -92,13 +95,13 @@ def equalize(
         norm: Frobenius norm of the result if no row or column is zero; ``None``: each row or column gets norm 1.
         dtype: of the arithmetic.
     """
-    columns: Tensor | None = None  # factors that the next pass over the matrix applies
+    columns: Tensor | None = None  # factors of columns, applied in the next pass over the matrix
     for axis in axes:
         each = 1.0 if norm is None else norm / math.sqrt(x.size(axis))
         if axis == 1:
             columns = _factors(squares(x, 1, work, dtype).sqrt_(), each)
             continue
-        for part, wide in widened(x, work, dtype):  # of whole rows, so that their norms need no pass of their own
+        for part, wide in widened(x, work, dtype):  # a part has whole rows, so that one pass is enough
             if columns is not None:
                 wide.mul_(columns)
             part.copy_(wide.mul_(_factors(torch.linalg.vector_norm(wide, dim=1, keepdim=True), each)))

@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Schedules:
-    """Schedules for the Muon groups, as in modded-nanogpt and nanochat (2025); by default all values are constant.
+    """Schedules of Muon's momentum and weight decay, as in modded-nanogpt and nanochat (2025); by default constant.
 
     Args:
-        momentum_start: momentum of the first update, which then changes linearly to the group's value; ``None``: it is
-            constant.
+        momentum_start: momentum of the first update, from which it changes linearly to the group's value; ``None``: the
+            momentum is constant.
         momentum_warmup_steps: number of updates after which the momentum has the group's value.
         muon_weight_decay_steps: number of updates over which weight decay falls linearly from the group's value to
-            zero; ``None``: it is constant.
+            zero; ``None``: weight decay is constant.
     """
 
     momentum_start: float | None = None

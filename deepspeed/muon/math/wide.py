@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic in a wider dtype, a chunk at a time, rounded once.
+"""Arithmetic on tensors in a wider dtype than their own. They are converted chunk by chunk, and rounded once.
 
 fp32 is enough for matrices of ordinary entries; squares of tiny or huge ones leave its range and need fp64. Tensors
 that are stored in bf16 without an fp32 copy are updated in fp32 and rounded stochastically. Rounding to nearest would
@@ -18,12 +18,15 @@ from deepspeed.muon.kernels.rounding import Key
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace, is_accelerator
 
-#: Elements processed at a time on a CPU: few enough for its caches, so many that waking its threads costs little.
+#: Elements processed at a time on a CPU: they fit in its caches, and are enough work for all of its threads.
 CPU_CHUNK = 2**18
 
 
 def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (view, copy in ``dtype``) of some rows of ``x``, ``[rows, cols]``, at a time; valid until the next."""
+    """Yield (view of some rows of ``x``, ``[rows, cols]``; their copy in ``dtype``) until all rows are done.
+
+    The next copy overwrites the one before.
+    """
     rows = max(1, (CHUNK if is_accelerator(x.device) else CPU_CHUNK) // x.size(1))
     for part in x.split(rows):
         yield part, work.get("widened", tuple(part.shape), dtype, x.device).copy_(part)
@@ -36,8 +39,9 @@ def squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.fl
 
 
 def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
-    """Multiply rows of ``x``, ``[rows, cols]``, by factors ``[rows, 1]``, or columns by ``[1, cols]``, in place. The
-    arithmetic is in the dtype of ``factors``.
+    """Multiply the rows or columns of ``x``, ``[rows, cols]``, in place, in the dtype of ``factors``.
+
+    ``factors``: ``[rows, 1]``, one for each row, or ``[1, cols]``, one for each column.
     """
     start = 0
     for part, wide in widened(x, work, factors.dtype):
