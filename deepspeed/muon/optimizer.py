@@ -112,7 +112,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._steps: dict[Tensor, PartitionStep] = {}
         self._adam_partitions: list[Partition] = []
         self._blocks: dict[Tensor, Blocks] = {}
-        #: Tensor that AdamW updates -> the parts of parameters that it holds.
+        #: Tensor that AdamW updates -> the parts of parameters that are stored in it.
         self._fragments: dict[Tensor, list[Fragment]] = {}
         self.workspace = Workspace()
         #: Facts that the ranks have agreed on; set before :meth:`bind`.
@@ -169,7 +169,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         The plan fixes each group's ``ns_method``, ``ns_choice`` and ``adjust_lr_fn``; later changes have no effect.
 
         Args:
-            partitions: the tensors of all groups. A group that is stepped in several calls has one partition per call.
+            partitions: the tensors of all groups. A group that ZeRO updates in several calls of ``step`` has one for each.
             tuning: how Newton-Schulz runs for shapes of matrices about which a loaded checkpoint says nothing.
             device: where Newton-Schulz runs.
         """

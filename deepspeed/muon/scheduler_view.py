@@ -26,7 +26,7 @@ class UserGroup(UserDict):
 
     Reading ``lr`` computes it from the halves. Writing ``lr`` or ``initial_lr`` sets it in each half, times the half's
     ``lr_ratio``. ``betas`` are read from and written to the AdamW half, ``momentum`` from and to the Muon half. Other
-    keys that a scheduler writes are stored here. ``indices``: those of the halves. ``lr``, ``betas``: values to
+    keys that a scheduler writes are stored here. ``indices``: of the halves. ``lr``, ``betas``: values to
     return if no half has the key.
     """
 

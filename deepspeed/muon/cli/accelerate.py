@@ -30,7 +30,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ds_config, without optimizer, that accelerate makes of its configuration, ``section`` in ``path``.
+    """Return the ds_config, without an optimizer, that accelerate would build from its own configuration.
+
+    ``section``: accelerate's configuration, the content of the file ``path``.
 
     Raises:
         SettingsError: the configuration does not use DeepSpeed, or already names a file with a ds_config.
@@ -71,7 +73,10 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_ds_config_file(section: Mapping[str, Any], ds_config: str) -> str:
-    """Return accelerate's configuration ``section`` as YAML, naming the file ``ds_config`` in place of its fields."""
+    """Return accelerate's configuration as YAML, with the file ``ds_config`` in place of its DeepSpeed fields.
+
+    ``section``: the present configuration.
+    """
     import yaml
 
     kept = {key: value for key, value in section.items() if key != "mixed_precision"}

@@ -33,7 +33,7 @@ DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
     "set_grad_none": ((True, False, None), "the engine decides how gradients are cleared"),
     **dict.fromkeys(("fused", "foreach", "capturable", "differentiable"), ((True, False, None), _IMPLEMENTATION)),
 }
-#: Keys of DROPPED that a section for Muon does have: their other values are kept.
+#: Keys of DROPPED that a section for Muon has, too. Values that cannot be left out are kept.
 KEPT = {"bias_correction"} & MuonConfig.model_fields.keys()
 NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows which parameters go to Muon, and the cost"
 
@@ -90,7 +90,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params``, decisions) for a config without an optimizer, which the script or a tool builds."""
+    """Return (``optimizer.params``, decisions) for a config without an optimizer, where the script builds AdamW."""
     params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
     added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
     if _has_auto(section):
@@ -134,7 +134,7 @@ def _rate(schedule: Schedule) -> str:
 
 
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
-    """Return the error about an optimizer that is not AdamW; raise another one if it is a Muon with wrong settings."""
+    """Return the error about an optimizer that is not AdamW. If it is Muon, first check its settings."""
     if isinstance(name, str) and is_muon(name):
         read_settings(path, dict(section), world_size=1)
         return SettingsError(
@@ -154,7 +154,7 @@ def _params_from_adamw(
 ) -> tuple[dict[str, Any], list[Decision]]:
     """Return (``optimizer.params`` for Muon, decisions), converted from the section ``optimizer`` of AdamW.
 
-    ``config``: the ds_config; keys of the section that belong at its top level move there.
+    ``config``: the ds_config. Keys of the section that belong to its top level are moved there.
     """
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
@@ -203,7 +203,7 @@ def _muon_default(key: str) -> str:
     return str(list(default) if isinstance(default, tuple) else default)
 
 
-#: First character of a string that holds a number as the file spells it, to be printed without quotes.
+#: First character of a string that contains a number as it is spelt in the file, and is printed without quotes.
 _MARK = "\0"
 
 
@@ -218,7 +218,7 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, written: Any) -> Any:
-    """Return ``value``; a number that equals the one at its place in ``written`` becomes the text that is there.
+    """Return ``value`` with each number in the spelling of ``written``, if the same number is at the same place there.
 
     ``written``: the content of the file, with each number as its text after ``_MARK``.
     """

@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Returns:
-        The exit status: 0; 1 if ``report`` lists a problem or ``plan --check`` finds a fault; 2 for a user's mistake.
+        The exit status: 0; 1 if ``report`` lists a problem or ``plan --check`` finds a fault; 2 after a mistake of the
+        user.
     """
     args = parser().parse_args(arguments)
     try:
@@ -93,7 +94,7 @@ def _write(file: Path, text: str) -> None:
 
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.out and not args.live:
-        raise errors.SettingsError("--out: needs --live; without it, redirect what the command prints")
+        raise errors.SettingsError("--out works only with --live; otherwise redirect the output: ds_muon report > FILE")
     if not args.live:
         facts = environment()
         return facts, as_text(facts, args.all)
@@ -184,7 +185,10 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
-    """Return measured rates and the milliseconds of a step that follow; raise SettingsError without such a device."""
+    """Measure this machine's rates; return them, and the milliseconds of a step at these rates.
+
+    Raise SettingsError if there is no GPU to measure.
+    """
     device = candidates.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_muon plot``: draw one picture of what a run has written through DeepSpeed's monitor."""
+"""``ds_muon plot``: draw a picture of the values that a run has written with DeepSpeed's monitor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.muon.monitor.step_stats import CAUTIOUS, CHANGE, ERROR, LOGIT, RA
 
 #: Colours that readers who confuse red and green can tell apart (Okabe and Ito).
 MUON, ADAMW, ORANGE, SKY, GREEN, GREY = "#0072B2", "#D55E00", "#E69F00", "#56B4E9", "#009E73", "#d0d0d0"
-#: The phases of a step from the bottom up: (name of the recorded value, name in the legend, colour).
+#: The phases of a step, in the order in which they are stacked: (recorded value, name in the legend, colour).
 PHASES = (
     ("newton_schulz_ms", "Newton-Schulz", MUON),
     ("exchange_ms", "exchange, wait", ADAMW),
@@ -180,7 +180,7 @@ def _grad_norm(axes: Any, records: Records) -> None:
 
 
 def _halves(values: Mapping[str, Values], measure: str) -> dict[str, Values]:
-    """Return ``muon`` and ``adamw`` -> the values of a measure such as ``lr``, without what is not recorded."""
+    """Return {"muon": values, "adamw": values} of a measure such as ``lr``, without a half that has no records."""
     return {half: values[f"{measure}_{half}"] for half in ("muon", "adamw") if f"{measure}_{half}" in values}
 
 
@@ -210,7 +210,7 @@ def _change(axes: Any, records: Records) -> None:
 
 
 def _cautious(axes: Any, records: Records) -> None:
-    """Draw a heat map whose colours are centred on 0.5, the value if signs of weights and updates are independent."""
+    """Draw a heat map with colours centred on 0.5, the value if the signs of weights and updates are independent."""
     rows = records.layers[CAUTIOUS]
     away = max(0.02, *(abs(value - 0.5) for values in rows.values() for value in values.values()))
     colors = {"cmap": "RdBu_r", "vmin": 0.5 - away, "vmax": 0.5 + away}
@@ -247,7 +247,7 @@ def _layer(name: str) -> str:
 
 
 def _by_layer(axes: Any, rows: Mapping[str, Values], **style: Any) -> None:
-    """Draw a curve per name, dark for the first layer to light for the last; the legend names some layers."""
+    """Draw a curve for each name, from dark for the first layer to light for the last. The legend names some layers."""
     from matplotlib import colormaps
 
     layers = [*dict.fromkeys(map(_layer, rows))]
@@ -278,7 +278,10 @@ def _ranks(axes: Any, records: Records) -> None:
 
 
 def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str) -> None:
-    """Draw one dot per record, which is about one matrix, and name the worst; ``worst``: ``min`` or ``max``."""
+    """Draw a dot for each record, which is about one matrix, and write the matrix's name at the worst.
+
+    ``worst``: ``min`` or ``max``.
+    """
     _by_layer(axes, rows, linestyle="", marker="o", markersize=4)
     value, at, name = worst((value, at, name) for name, values in rows.items() for at, value in values.items())
     align, shift = ("right", -6) if at > sum(axes.get_xlim()) / 2 else ("left", 6)
@@ -290,7 +293,10 @@ def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str)
 
 
 def _phases(axes: Any, records: Records) -> None:
-    """Stack the phases and, on top, the rest of the step; the legend has the medians. Rare slow steps are cut off."""
+    """Draw the phases of a step, stacked, and the rest of the step on top; the legend has the medians.
+
+    The axis ends below rare slow steps.
+    """
     at, values = records.samples, records.values
     series = {name: [values.get(name, {}).get(samples, 0.0) for samples in at] for name in ("step_ms", *values)}
     parts = {text: series.get(name, [0.0] * len(at)) for name, text, _ in PHASES}

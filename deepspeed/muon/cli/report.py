@@ -38,7 +38,7 @@ SHAPE = (512, 2048)
 
 
 def environment() -> dict[str, Any]:
-    """Return the facts that ``ds_muon report --json`` prints; ``problems`` lists what is essential and missing."""
+    """Return the facts that ``ds_muon report --json`` prints. ``problems`` lists what is missing but needed."""
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
@@ -62,9 +62,10 @@ def environment() -> dict[str, Any]:
 
 
 def _rates(device_type: str) -> dict[str, float]:
-    """Return dtype -> TFLOP/s of Newton-Schulz's products with the fastest kernels, without far too slow dtypes.
+    """Return dtype -> TFLOP/s of Newton-Schulz's products with the fastest kernels.
 
-    Timed as at the start of a run, on matrices of :data:`SHAPE`. Symmetric products count in full.
+    They are timed as at the start of a run, on matrices of :data:`SHAPE`; dtypes that a short trial finds far slower
+    are left out. Symmetric products count in full.
     """
     unavailable = selection.unavailable_kernels("auto", [device_type])
     tables = selection.product_tables(unavailable, device_type)
@@ -82,7 +83,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _tools() -> dict[str, str | None]:
-    """Return tool or library -> its version, ``None`` if it is missing; kernels are built with them or run on them."""
+    """Return the versions of tools and libraries that kernels need: name -> version, ``None`` if it is missing."""
     compiler = os.environ.get("CXX", "c++").split()  # it may come with a wrapper or flags
     cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
@@ -103,7 +104,7 @@ def _first_line(*command: str) -> str | None:
 
 
 def of_launch() -> dict[str, Any] | None:
-    """Compare the ranks of a launch and train briefly on them (:func:`survey`); a collective.
+    """Compare the ranks of a launch, and train a small model on them (:func:`survey`); a collective.
 
     Returns:
         On rank 0 the facts of its :func:`environment`, with the findings about all ranks as ``launch``; on other ranks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as rows and as text: repeated layers share a row, columns are aligned."""
+"""The plan of a run as rows and as text. Repeated layers share a row, and columns are aligned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return one row for each parameter or, with ``fold``, for parameters that differ only in layer number and owners.
 
-    ``costs``: of the Muon parts. ``dtype``: of Newton-Schulz.
+    ``costs``: of the groups that Muon updates. ``dtype``: of Newton-Schulz.
 
     Returns:
         Dicts with ``name``; ``count`` of parameters; ``shape``; ``rule``, Muon or AdamW; ``reason``; ``blocks``, the
@@ -74,7 +74,7 @@ def rows_of(
 
 
 def _folded(pattern: str, names: Sequence[str]) -> str:
-    """Return the pattern with each ``{}`` filled by all numbers that ``names`` have there, such as ``{0..31}``."""
+    """Return the pattern with the range of the numbers of ``names`` for each ``{}``, such as ``layers.{0..31}.mlp``."""
     if len(names) == 1:
         return names[0]
     places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
@@ -121,7 +121,7 @@ def _who(owners: Sequence[int], world_size: int) -> str:
 
 
 def quantity(value: float, unit: str = "B") -> str:
-    """Return three digits with a prefix, such as ``56.6 MB``."""
+    """Return a value with three digits and a unit prefix, such as ``56.6 MB``."""
     prefixes = iter(("", "k", "M", "G", "T", "P"))
     prefix = next(prefixes)
     while abs(value) >= 999.5 and prefix != "P":
@@ -158,7 +158,7 @@ def plan_text(facts: dict[str, Any]) -> str:
 
 
 def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the line (title, text) about ``--check``, if it was asked for."""
+    """Yield the line (title, text) about ``--check``; nothing without that flag."""
     if found is not None:
         verdict = f"FAULT, please report it: {found['fault']}" if found["fault"] else "the collectives match"
         checked = f"{found['operations']:,} operations on {found['ranks']:,} ranks, in {found['seconds']:.1f} s"
@@ -201,9 +201,8 @@ def _sent(facts: dict[str, Any]) -> str:
     mean = f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}"
     if facts["stage"] == 0:
         return f"{mean}; {ranks['collectives']:,} broadcasts of shared results"
-    factor = 8 if facts["wire_dtype"] == "fp32" else 4
-    least = f"{factor} N (W - 1) / W^2" if facts["stage"] == 3 else "if the rank that holds most of a matrix owned it"
-    return f"{mean}; {least}: {quantity(sent['least_mean'])}; {ranks['collectives']:,} all-to-alls" + (
+    least = f"{quantity(sent['least_mean'])} if the owner of each matrix were the rank that holds most of it"
+    return f"{mean}; the mean would be {least}; {ranks['collectives']:,} all-to-alls" + (
         f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""
     )
 

@@ -11,18 +11,18 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-#: What a string must look like to count as a number. YAML reads 1e-5 as a string, so users write such strings.
+#: A string that counts as a number. YAML reads 1e-5 as a string, so configs contain such strings.
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 #: Advice for keys that belong elsewhere or are not supported.
 ADVICE = {
     "max_grad_norm": "clip with the top-level key gradient_clipping instead",
     "fp32_optimizer_states": "only true is supported; remove the key",
     "amsgrad": "AMSGrad is not supported; set it to false or remove the key",
-    "maximize": "the optimizer only minimizes; change the sign of the loss, and set it to false or remove the key",
+    "maximize": "the optimizer only minimizes; remove the key, and change the sign of the loss",
     "differentiable": "a step is not differentiable; set it to false or remove the key",
     "decoupled_weight_decay": 'for Adam with L2 instead of AdamW write "adam_w_mode": false',
     "muon_lr_scale": "set muon_lr to the learning rate for Muon's parameters instead",
-    "use_muon": "set it on parameters, param.use_muon = True, or use muon_include and muon_exclude",
+    "use_muon": "set param.use_muon on parameters instead, or use the keys muon_include and muon_exclude",
     **dict.fromkeys(("fused", "foreach", "capturable", "set_grad_none"), "expected true or false; it has no effect"),
 }
 _THEIRS = {
@@ -45,7 +45,7 @@ _THEIRS = {
 #: Key of another Muon implementation -> our key for the same setting.
 PEERS = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
 _TRAINER, _BOTH = "only Hugging Face's Trainer fills in", "only Hugging Face's Trainer and accelerate fill in"
-#: Key whose value ``"auto"`` a framework may replace -> text that says which framework does.
+#: Key whose value ``"auto"`` a framework replaces -> text that says which framework does.
 FILLED_BY = {"lr": _BOTH, "betas": _TRAINER, "eps": _TRAINER, "weight_decay": _BOTH}
 
 
@@ -54,7 +54,7 @@ MOST_MISSING = 2
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, quote: str = "", cutoff: float = 0.6) -> str:
-    """Return "did you mean X?" for the known word X most similar to ``word``; ``otherwise`` if none is similar."""
+    """Return "did you mean X?" with the known word X most similar to ``word``; ``otherwise`` if none is similar."""
     near = nearest(word, known, cutoff)
     return f"did you mean {quote}{near}{quote}?" if near else otherwise
 
@@ -80,7 +80,7 @@ def listed(choices: Sequence[Any]) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return the allowed values of a config field as text, for docs/configuration.md and for error messages."""
+    """Return a text that names the allowed values of a config field, for docs/configuration.md and error messages."""
     kinds = get_args(field.annotation)
     notes = [*field.metadata, *(note for kind in kinds for note in getattr(kind, "__metadata__", ()))]
     return next((note for note in notes if isinstance(note, str)), "") or listed(kinds)
@@ -107,18 +107,23 @@ def own_words(item: Mapping[str, Any]) -> str:
 
 
 def unknown_inside(key: Any, known: Collection[str]) -> str:
-    """Return the message about an unknown ``key`` in an object that is itself a value; ``known``: its valid keys."""
+    """Return the message about an unknown ``key`` in an object that is the value of another key.
+
+    ``known``: the valid keys of that object.
+    """
     return f"unknown key {key!r}, " + did_you_mean(str(key), known, f"known keys: {', '.join(known)}")
 
 
 def explain(
     item: Mapping[str, Any], params: Mapping[str, Any], model: type[BaseModel], known: Sequence[str], where: str
 ) -> str:
-    """Return one line about an error: the key, its value, what is allowed and the nearest valid spelling.
+    """Return a one-line message about an error: the key, its value, what is allowed and the nearest valid spelling.
 
     Args:
         item: an entry of ``pydantic.ValidationError.errors()``, or a dict with its keys ``loc`` and ``type``.
-        params: what the user wrote; ``model``: the pydantic class; ``known``: the keys that may be set.
+        params: the keys and values that the user wrote.
+        model: the pydantic class that validated them.
+        known: the keys that may be set.
         where: prefix of the key in the message, such as ``optimizer.params.``.
     """
     if not item["loc"]:
@@ -153,7 +158,7 @@ def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: S
 
 
 def _of_string(value: str, values: str) -> str:
-    """Return advice about a string where a flag or number is expected; empty without advice.
+    """Return advice about a string where a flag or number is expected; an empty text if there is none to give.
 
     ``values``: the text that says what is allowed, such as ``true or false``.
     """
@@ -166,7 +171,7 @@ def _of_string(value: str, values: str) -> str:
 
 
 def _special(key: str, value: Any) -> str:
-    """Return advice about a wrong value of a key that users confuse, such as ``wire_dtype: fp16``; otherwise empty."""
+    """Return advice about a mistake that users often make, such as ``wire_dtype: fp16``; an empty text for others."""
     text = str(value).lower()
     if key == "wire_dtype" and text in ("fp16", "float16", "half"):
         return "fp16 is not supported, because gradients underflow in it; use bf16 or fp32"

@@ -13,7 +13,10 @@ from deepspeed.muon.errors import MuonConfigError
 
 
 class Preset(NamedTuple):
-    """``values`` for keys of ``optimizer.params``, where they are published, and what differs from the publication."""
+    """A published recipe: ``values`` for keys of ``optimizer.params``.
+
+    ``source``: the publication. ``left_out``: how the values differ from the publication.
+    """
 
     values: dict[str, Any]
     source: str
@@ -79,7 +82,7 @@ PRESETS = {
     ),
 }
 
-#: Key that a user sets -> keys whose preset values are then dropped.
+#: Key that a user sets -> keys whose values from the preset are then ignored.
 _SUPERSEDED = REPLACES | {
     "adjust_lr_fn": ("rms_scale",),
     "ns_coefficients": ("ns_steps",),
@@ -89,7 +92,7 @@ _SUPERSEDED = REPLACES | {
 
 
 def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``params``, with the preset's value for each key that it does not set. A key set to null counts as set."""
+    """Return ``params`` with the preset's values for keys that ``params`` does not set. A null counts as set."""
     name = params.get("preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
@@ -100,7 +103,7 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
-    """Add to a MuonConfigError raised inside the context which of the keys in its text the preset has set.
+    """Add to the text of a MuonConfigError that is raised in the context which of its keys come from the preset.
 
     ``params``: the user's ``optimizer.params``, whose key ``preset`` names the preset.
     """

@@ -28,7 +28,7 @@ class MuonConfig(BaseModel):
     """All settings of the optimizer. Unknown keys are refused.
 
     Rates are per step, times in steps. Keys that stock DeepSpeed also has keep its defaults.
-    The Muon half are the parameters that Muon updates, the AdamW half all others.
+    The Muon half is the parameters that Muon updates, the AdamW half all others.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
@@ -136,7 +136,8 @@ class MuonConfig(BaseModel):
             raise ValueError(f"ns_steps: {error}") from None
         if "rms_scale" in self.model_fields_set and self.scale != "match_rms_adamw":
             raise ValueError(
-                f"rms_scale: acts with adjust_lr_fn match_rms_adamw only, not with {self.scale}; remove one of the two"
+                f"rms_scale: has an effect only with adjust_lr_fn match_rms_adamw, not with {self.scale}; "
+                "remove one of the two"
             )
         if "momentum_warmup_steps" in self.model_fields_set and self.momentum_start is None:
             raise ValueError("momentum_warmup_steps: has an effect only with momentum_start; set that too or remove it")
@@ -163,17 +164,17 @@ class MuonConfig(BaseModel):
         """Return the dtype of what ranks send each other: ``wire_dtype`` with ``auto`` resolved."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
-        # Not the dtype that the race at start chooses: the bits that a rank sends would depend on the machine.
+        # Not the dtype that is chosen by timing at start: the bits that a rank sends would depend on the machine.
         return "fp32" if self.ns_dtype == "fp32" else "bf16"
 
     @property
     def rules(self) -> Rules:
-        """Return the update rules (NorMuon, MuonEq, Muon+), which act on whole matrices around Newton-Schulz."""
+        """Return the update rules (NorMuon, MuonEq, Muon+), which act on a matrix before and after Newton-Schulz."""
         return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
 
     @property
     def most_owners(self) -> int | None:
-        """Return ``owners_per_matrix``, but 1 with update rules or AOL, which need whole rows and columns."""
+        """Return ``owners_per_matrix``; but 1 with update rules or AOL, which need whole rows and columns."""
         return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
 
     @property
@@ -183,7 +184,7 @@ class MuonConfig(BaseModel):
 
     @property
     def of_preset(self) -> dict[str, Any]:
-        """Return key -> value for the preset's values that are in effect, that is, not overridden by the user."""
+        """Return key -> value for the values of the preset that the user has not overridden."""
         if self.preset == "none":
             return {}
         values = PRESETS[self.preset].values
@@ -192,7 +193,7 @@ class MuonConfig(BaseModel):
 
     @property
     def preset_says(self) -> str:
-        """Return a text for the log that lists the preset's values that are in effect."""
+        """Return a text for the log that lists the values of the preset that the user has not overridden."""
         set_by_it = ", ".join(f"{key} {json.dumps(value)}" for key, value in self.of_preset.items())
         return f"preset {self.preset} sets {set_by_it or 'nothing'}"
 
@@ -221,10 +222,13 @@ class MuonConfig(BaseModel):
         if "rms_scale" in self.model_fields_set:
             return "match_rms_adamw", "because rms_scale is set"
         if self.stock_tuning:
-            return "original", f"stock Muon's, because of {', '.join(self.stock_tuning)}"
+            verb = "is" if len(self.stock_tuning) == 1 else "are"
+            return "original", f"as in stock DeepSpeed, because {' and '.join(self.stock_tuning)} {verb} set"
         if self.lr is None:
-            return "original", "stock Muon's, because lr is not set"
-        return "match_rms_adamw", f"AdamW's size, because lr is set and none of {', '.join(STOCK_TUNING_KEYS)}"
+            return "original", "as in stock DeepSpeed, because lr is not set"
+        *keys, last = STOCK_TUNING_KEYS
+        reason = f"because lr is set and {', '.join(keys)} and {last} are not"
+        return "match_rms_adamw", f"so that updates are as large as AdamW's, {reason}"
 
     @property
     def stock_tuning(self) -> list[str]:
@@ -243,9 +247,10 @@ class MuonConfig(BaseModel):
         return next((lr for lr in candidates if lr), 0.0)
 
     def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """Return the config of a parameter group that overrides the settings ``own``, keys of :data:`GROUP_KEYS`.
+        """Return a copy of this config for a parameter group that has settings of its own.
 
-        ``where``: prefix of error messages, which names the group.
+        ``own``: these settings, with keys in :data:`GROUP_KEYS`. ``where``: prefix of error messages,
+        which names the group.
 
         Raises:
             MuonConfigError: a key that a group cannot set, or a wrong value.
@@ -282,7 +287,7 @@ class MuonConfig(BaseModel):
         }
 
     def digest(self) -> str:
-        """Return a hash of all settings, for the check that all ranks have the same."""
+        """Return a hash of all settings, by which ranks check that they have the same."""
         return hashlib.sha256(f"{self.scale} {self.model_dump_json(exclude={'adjust_lr_fn'})}".encode()).hexdigest()[
             :16
         ]
@@ -298,12 +303,13 @@ def parse(
     """Check ``optimizer.params``, fill in its preset's values, and return the config.
 
     Args:
-        params: key -> value. Keys set to null and AdamW's keys without effect (``types.is_harmless``) are dropped.
+        params: key -> value. Keys set to null, and AdamW's keys without effect (``types.is_harmless``), are ignored.
         where: prefix of keys in error messages.
-        base: for a parameter group: the settings of all groups, of which ``params`` may override :data:`GROUP_KEYS`.
+        base: for a parameter group: the settings of all groups, from which ``params`` may override
+            :data:`GROUP_KEYS`.
 
     Raises:
-        MuonConfigError: lists every wrong key, its value, what is allowed and, for an unknown key, the nearest one.
+        MuonConfigError: lists every wrong key, its value and what is allowed; for an unknown key, the most similar one.
     """
     written = {
         key: value

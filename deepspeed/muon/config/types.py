@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the values in ``optimizer.params``, the helper that declares a config field, and lists of related keys."""
+"""Types of the values in ``optimizer.params``, the function that declares a config field, lists of related keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number unchanged, and a string of plain decimals, such as "1e-5", as a number; refuse other strings.
+    """Return a number unchanged, and a string such as "1e-5" as a number; refuse other strings.
 
     pydantic alone would accept more: "1.0e_8" as 1e8, and strings with spaces, words or digits of other scripts.
     """
@@ -42,7 +42,7 @@ def _as_number(value: Any) -> Any:
     return int(value) if value.isdecimal() else float(value)
 
 
-#: Returned in place of a wrong value: no type accepts it, so pydantic's error leads to our message on what is allowed.
+#: Returned in place of a wrong value. No type accepts it, so pydantic raises an error, from which our message is made.
 _REFUSED = object()
 
 
@@ -94,9 +94,9 @@ def _compiles(value: str) -> str:
 class Cut:
     """How a matrix is split into several along ``axis`` (0: rows, 1: columns).
 
-    ``sizes``: rows or columns of each new matrix; empty: the matrix stays whole. ``groups``: how often the sizes repeat
-    along the axis. ``Cut((2, 1), groups=2)`` splits 6 rows into matrices of rows (0, 1, 3, 4) and (2, 5). Columns
-    cannot have groups: that raises ValueError.
+    ``sizes``: number of rows or columns of each new matrix; empty: the matrix stays whole. ``groups``: how often the
+    sizes repeat along the axis. ``Cut((2, 1), groups=2)`` splits 6 rows into matrices of rows (0, 1, 3, 4) and (2, 5).
+    With columns, ``groups`` above 1 raises ValueError.
     """
 
     sizes: tuple[int, ...]
@@ -129,11 +129,13 @@ def _as_cut(value: Any) -> Cut:
         raise ValueError(unknown_inside(key, known))
     sizes, axis, groups = settings.get("sizes"), settings.get("axis", 0), settings.get("groups", 1)
     if not isinstance(sizes, (list, tuple)) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
-        raise ValueError(f'expected "whole" or a list of whole numbers above 0, the sizes, not {sizes!r}')
+        raise ValueError(
+            f'expected "whole" or a list of sizes, such as [1024, 256, 256], each a whole number above 0; got {sizes!r}'
+        )
     if type(axis) is not int or axis not in (0, 1):
-        raise ValueError(f"expected as axis 0 (rows) or 1 (columns), not {axis!r}")
+        raise ValueError(f"axis: expected 0 (rows) or 1 (columns), got {axis!r}")
     if type(groups) is not int or groups < 1:
-        raise ValueError(f"expected as groups a whole number above 0, not {groups!r}")
+        raise ValueError(f"groups: expected a whole number above 0, got {groups!r}")
     return Cut(tuple(sizes), axis, groups)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forecast in numbers: bytes and operations per rank, milliseconds at given rates, a check of all ranks' programs."""
+"""Forecast what a step costs: bytes and operations of each rank, milliseconds at given rates; check all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Machine:
 
     ``tflops``: 10^12 floating-point operations of Newton-Schulz per second; symmetric products count in full.
     ``muon_ns``, ``adamw_ns``: nanoseconds of the elementwise passes per element of a shard. ``run_us``: microseconds to
-    launch Muon's passes over one contiguous piece of a shard (a *run*).
+    launch Muon's passes over one contiguous piece of a shard (a "run").
     """
 
     tflops: float
@@ -37,9 +37,10 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The plan of one step: its parts, and the costs of the Muon parts.
+    """The plan of one step for all ranks, and what it costs.
 
-    ``peak``: scratch memory of the rank that needs most. ``planning_seconds``: how long planning for all ranks took.
+    ``parts``: of the step. ``costs``: those of the parts that Muon updates. ``peak``: scratch memory of the rank that
+    needs most. ``planning_seconds``: how long planning for all ranks took.
     """
 
     halves: Sequence[Half]
@@ -57,11 +58,11 @@ class Estimate:
 
 @without_collector()
 def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory: Memory) -> Estimate:
-    """Plan a step for all ranks. Where ``ns_method`` is ``auto``, the method of fewer operations is assumed.
+    """Plan a step for all ranks. If ``ns_method`` is ``auto``, the method with fewer operations is assumed.
 
     Args:
         halves: the optimizer's parameter groups, from :func:`halves_of`.
-        memory: dtypes of Newton-Schulz and of the exchange, and the device type for which owners are balanced.
+        memory: dtypes of Newton-Schulz and of what ranks send, and the device type for which owners are balanced.
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
@@ -92,7 +93,7 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
-    """Count tensors, parameters and matrices in all Muon groups, or, without ``use_muon``, in all AdamW groups."""
+    """Return the numbers of tensors, parameters and matrices in all groups with this ``use_muon``."""
     specs = [spec for half in halves if half.use_muon is use_muon for spec in half.specs]
     return {
         "tensors": len(specs),
@@ -102,7 +103,7 @@ def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
 
 
 def per_rank(found: Estimate) -> dict[str, Any]:
-    """Return ``per_rank`` of ``ds_muon plan --json``: means and maxima of bytes and operations, and counts."""
+    """Return the object ``per_rank`` of ``ds_muon plan --json``: bytes and operations, mean and maximum over ranks."""
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
     state = [shards + moments for moments in _sums_per_rank([cost.moment_bytes for cost in costs], world_size)]
@@ -110,7 +111,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     between = _sums_per_rank([cost.between_bytes for cost in costs], world_size)
     flops = _sums_per_rank([cost.flops for cost in costs], world_size)
     mean = sum(flops) / world_size
-    # Parts are stepped one after the other, and each waits for its own busiest rank.
+    # ZeRO updates one part after the other, and each part takes as long as its busiest rank.
     waited_for = sum(max(cost.flops) for cost in costs)
     least, heaviest = sum(cost.least_bytes for cost in costs), max((cost.heaviest for cost in costs), default=0.0)
     return {
@@ -127,13 +128,16 @@ def per_rank(found: Estimate) -> dict[str, Any]:
 
 
 def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
-    """Return each rank's sum over ``lists``: one per part, with a value per rank, or one value that all ranks share."""
+    """Return for each rank the sum of its values in ``lists``.
+
+    A list has one value for each rank, or a single value that holds for all ranks.
+    """
     spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
     return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]
 
 
 def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
-    """Return milliseconds of one step: ``elementwise`` passes, and ``newton_schulz`` on each part's busiest rank."""
+    """Return milliseconds of a step: ``elementwise`` passes, and ``newton_schulz`` on the busiest rank of each part."""
     pace = {True: machine.muon_ns, False: machine.adamw_ns}
     passes = sum(part.numel * pace[part.half.use_muon] for part in found.parts) / 1e6
     passes += sum(cost.runs for cost in found.costs) * machine.run_us / 1e3
@@ -142,13 +146,15 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 
 
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
-    """Return by how much stock DeepSpeed's gradient clipping shrinks its updates, which it clips instead of gradients.
+    """Return by how much gradient clipping shrinks the updates of stock DeepSpeed's Muon.
+
+    Stock clips the updates instead of the gradients.
 
     The norm of all updates together is the root of the sum of ``scale^2 min(rows, cols)`` over the matrices, with
     stock's scale ``original``.
 
     Returns:
-        ``gradient_clipping``, ``update_norm``, and ``divided_by``: 1 if nothing is clipped.
+        ``gradient_clipping``; ``update_norm``, before clipping; ``divided_by``, 1 if nothing is clipped.
     """
     blocks = [block for half in halves for spec in half.specs for block in spec.blocks]
     norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
@@ -158,14 +164,14 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
 
 @without_collector()
 def prove(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
-    """Check the programs of all ranks for one step: that collectives match and no element is lost.
+    """Check that in one step the collectives of all ranks match, and that no element is lost.
 
     Args:
         config, memory: as for :func:`estimate`.
 
     Returns:
-        ``operations``: how many all programs have together. ``ranks``: how many. ``fault``: the first broken rule, or
-        ``None``. ``seconds``: how long the check took.
+        ``operations``: number of operations of all ranks' programs. ``ranks``: number of ranks. ``fault``: the first
+        broken rule, or ``None``. ``seconds``: how long the check took.
     """
     began, operations, fault = time.perf_counter(), 0, None
     for cost in found.costs:

@@ -55,7 +55,7 @@ class Half:
     normuon: bool = False
 
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
-        """Return a function (rows, cols) -> method of Newton-Schulz, which counts operations and times nothing."""
+        """Return a function (rows, cols) -> method of Newton-Schulz, chosen by its number of operations."""
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def cost_model(
@@ -65,16 +65,16 @@ class Half:
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:
-        """Return the factor by which a block's orthogonalized update is scaled, before the learning rate."""
+        """Return the factor by which a block's orthogonalized update is multiplied, apart from the learning rate."""
         return scale_factor(self.adjust_lr_fn, block.rows, block.cols, self.rms_scale)
 
 
 def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
-    """Return the optimizer's groups if the script passes all trainable parameters; ``model`` may be on the meta device.
+    """Return the groups of an optimizer for all trainable parameters; ``model`` may be on the meta device.
 
     Raises:
         MuonConfigError: a pattern of the config matches no parameter.
-        ValueError: a parameter has a tag (``use_muon``) that cannot be followed.
+        ValueError: a parameter that Muon cannot update has the tag ``use_muon``.
     """
     specs = route(model, config)
     check_options(model, specs.values(), config, attention_layers(model) if config.qk_clip else None)
@@ -95,9 +95,10 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
 class Layout:
     """How ZeRO splits parameter groups at ``stage`` 0 to 3 over ``world_size`` data-parallel ranks.
 
-    Stage 3: ``sub_group_size``, the elements of one rank that fill a sub-group. Stages 1 and 2: ``round_robin``, the
-    setting ``round_robin_gradients``; ``alignment``, each parameter starts at a multiple of this many elements
-    (``parameter_alignment``). ``ranks_per_node``: consecutive ranks that share a node.
+    ``sub_group_size``, at stage 3: the number of elements of one rank in a sub-group. ``round_robin``, at stages 1 and
+    2: DeepSpeed's setting ``round_robin_gradients``. ``alignment``, at stages 1 and 2: each parameter starts at a
+    multiple of this many elements (``parameter_alignment``). ``ranks_per_node``: number of consecutive ranks that share
+    a node.
     """
 
     stage: int
@@ -110,10 +111,11 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """The part of a group that ZeRO updates at once: the whole group or, at stage 3, one sub-group.
+    """The part of a parameter group that ZeRO updates at once: the whole group or, at stage 3, one sub-group.
 
     ``shards``: its parameters. ``tensors``, ``numel``: number of tensors on one rank, and their elements with padding.
-    ``world_size``: number of ranks that share the elements or, at stage 0, Newton-Schulz; 1 if each does all the work.
+    ``world_size``: number of ranks that share the elements or, at stage 0, the work of Newton-Schulz; 1 if each rank
+    does all of it.
     """
 
     half: Half
@@ -124,7 +126,7 @@ class StepPart:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of optimizer state on each rank; with an int8 momentum, on rank 0, where they are most."""
+        """Return the bytes of optimizer state on each rank; with an int8 momentum, those of rank 0, which has most."""
         per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
         if self.half.use_muon and self.half.momentum_dtype == "int8":
@@ -139,7 +141,7 @@ class StepPart:
 
 
 def lay_out(halves: Sequence[Half], layout: Layout) -> list[StepPart]:
-    """Return the parts of all groups, in the order in which they are stepped."""
+    """Return the parts of all groups, in the order in which ZeRO updates them."""
     split = (_whole, _flat, _flat, _by_parameter)[layout.stage]
     return [part for half in halves for part in split(half, layout)]
 
@@ -185,15 +187,15 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one Muon part costs in a step. Lists have one entry per rank.
+    """What one part of a step costs that Muon updates. Lists have one entry for each rank.
 
     ``plan``: the part's plan for all ranks. ``flops``: floating-point operations of Newton-Schulz. ``heaviest``: one
-    owner's operations for the most expensive matrix. ``sent_bytes``: sent to the owners and back. ``least_bytes``: the
-    mean of ``sent_bytes`` if the rank that holds most of a matrix owned it. ``between_bytes``: sent between owners of
-    one matrix. ``rounds``: number of buckets that are exchanged. ``collectives``: two all-to-alls for each bucket, or
-    one broadcast for each owner in it; 0 if nothing is sent. ``runs``: pieces of matrices on the rank that has most
-    pieces. ``demands[rank][bucket]``: memory needed. ``storages``: index of the storage that each bucket uses.
-    ``moment_bytes``: NorMuon's second moments, which owners keep.
+    owner's operations for the most expensive matrix. ``sent_bytes``: sent to the owners and back. ``least_bytes``: what
+    the mean of ``sent_bytes`` would be if each matrix were owned by the rank that holds most of it. ``between_bytes``:
+    sent between owners of one matrix. ``rounds``: number of buckets that are exchanged. ``collectives``: two
+    all-to-alls for each bucket, or one broadcast for each owner in it; 0 if nothing is sent. ``runs``: pieces of
+    matrices on the rank that has most pieces. ``demands[rank][bucket]``: memory needed. ``storages``: index of the
+    storage that each bucket uses. ``moment_bytes``: NorMuon's second moments, which owners keep.
     """
 
     part: StepPart
@@ -254,8 +256,9 @@ def step_cost(
 
 
 class _Traffic(NamedTuple):
-    """``sent``: elements that each rank sends, to owners and back. ``least``: the sum of ``sent`` over all ranks if the
-    rank that holds most of a matrix owned it. ``runs``: pieces of matrices on the rank that has most pieces.
+    """The traffic of a step. ``sent``: elements that each rank sends, to owners and back. ``least``: what the sum of
+    ``sent`` would be if each matrix were owned by the rank that holds most of it. ``runs``: pieces of matrices on the
+    rank that has most pieces.
     """
 
     sent: list[int]
@@ -264,7 +267,7 @@ class _Traffic(NamedTuple):
 
 
 def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
-    """Count the traffic if every rank holds every matrix: each owner sends its results to all other ranks."""
+    """Return the traffic if every rank has all matrices whole: each owner sends its results to all other ranks."""
     sent = [0] * copies
     for owner, item in owned:
         sent[owner] += item.block.numel * (copies - 1)
@@ -272,7 +275,7 @@ def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
 
 
 def _gather_traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
-    """Count the traffic if ranks share the matrices: each sends its pieces to the owners, and as an owner results back.
+    """Return the traffic if matrices are sharded: ranks send their pieces to the owners, and owners send results back.
 
     Matrices that are split alike, such as all of one shape at stage 3, are counted together.
     """

@@ -34,7 +34,7 @@ SECONDS = 8.0
 CALLS = 5
 #: The time of a shape is first predicted from a copy whose smaller dimension is about this.
 SMALL = 128
-#: Elements of two shards on which the elementwise passes are timed; on the small one only launching takes time.
+#: Numbers of elements of two shards on which the elementwise passes are timed. On the small one, launching is all.
 LARGE_RUN, SMALL_RUN = 2**22, 64
 #: Passes over a shard per timing, so that an accelerator is kept busy.
 REPEATS = 10
@@ -44,9 +44,9 @@ Shape = tuple[int, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRate:
-    """How fast Newton-Schulz of one shape is, and what was timed to find out.
+    """How fast Newton-Schulz is on matrices of one shape, and what was timed to find out.
 
-    ``count``: matrices of this shape in the model. ``method``, ``dtype``: what a run on this machine would choose.
+    ``count``: number of these matrices in the model. ``method``, ``dtype``: what a run on this machine would choose.
     ``run_as``: (batch, rows, columns) of the timed call; rows and columns are divided by a power of two if the shape
     itself would take too long.
     """
@@ -78,7 +78,7 @@ def measure(
     Args:
         halves: the optimizer's parameter groups, with at least one Muon group.
         candidates: dtypes, methods and kernels among which a run would choose, and the device of Newton-Schulz.
-        wire: dtype of the exchange.
+        wire: dtype in which ranks send matrices to each other.
         shard_device: where momentum and parameters are; the CPU with ZeRO-Offload.
         kernels: for everything except Newton-Schulz's products.
         world_size: number of ranks that share the matrices, which bounds an owner's batch of one shape.
@@ -93,7 +93,7 @@ def measure(
     rates = timer.rates(shapes, world_size, seconds)
     spent = sum(rate.count * timer.flops(rate.rows, rate.cols, rate.method) / rate.tflops for rate in rates)
     large, small = (_muon_pass(numel, muon[0], wire, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
-    # With the methods that a forecast assumes, not the chosen ones, so that rate and operations fit together.
+    # Count the operations of the methods that a forecast assumes, because it divides by this rate.
     schedule, dtype = candidates.schedule, candidates.default_dtype
     operations = sum(
         count * flops(rows, cols, schedule, counted_method(rows, cols, ns_method, schedule, dtype), dtype)
@@ -110,7 +110,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _ShapeTimer:
-    """Time Newton-Schulz of each shape with one choice of dtype and kernels."""
+    """A timer of Newton-Schulz for one choice of dtype and kernels."""
 
     candidates: Candidates
     choice: Choice
@@ -119,7 +119,10 @@ class _ShapeTimer:
     work: Workspace = field(default_factory=Workspace)
 
     def rates(self, shapes: Mapping[Shape, int], world_size: int, seconds: float) -> list[ShapeRate]:
-        """Return the rate of each shape, from cheap to expensive; each gets an equal share of the remaining time."""
+        """Return the rate of each shape, in the order of their costs.
+
+        Each shape is timed for an equal share of the remaining time.
+        """
         end, rates = time.perf_counter() + seconds, []
         nbytes = CPU_BUCKET_BYTES if self.candidates.device.type == "cpu" else BUCKET_BYTES
         for index, shape in enumerate(sorted(shapes, key=lambda shape: (self.flops(*shape), shape))):
@@ -144,8 +147,8 @@ class _ShapeTimer:
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
         """Return ((rows, columns) to time in place of ``shape``, how many such matrices can be timed in ``seconds``).
 
-        Starting from a small copy, the size doubles as long as the next one is predicted to fit, because small matrices
-        are slower per operation.
+        The size is doubled, from a small one on, as long as the next size is predicted to fit, because small matrices
+        take longer per operation.
         """
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))

@@ -12,7 +12,7 @@ changes the time but not the bits.
 
 :func:`unfused_product` and :func:`multiply` add the contribution of the separate diagonals to a library's product, in
 one kernel without the reference's fp32 temporaries. The library rounds its product before that kernel reads it, so an
-element is rounded twice. The index of a matrix is in the first dimension of a launch grid, because CUDA allows only
+element is rounded twice. The first dimension of a launch's programs counts matrices and tiles, because CUDA allows only
 65,535 programs along the others.
 """
 

@@ -136,7 +136,7 @@ def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dty
 def lowest(rates: Sequence[Rates]) -> Rates:
     """Return the lowest rate for each pair of dtype and table that all ranks have timed.
 
-    ``rates``: those of each rank.
+    ``rates``: of all ranks, one dict for each.
     """
     return {
         dtype: {

@@ -109,7 +109,7 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable
     """Return ``state``; if it has no momentum, first add a momentum of zeros and ``step`` (fp32, 0-D, on the CPU).
 
     The momentum is ``momentum_buffer``, of the tensor's shape, or in int8 ``momentum_codes``, of the same shape, and
-    ``momentum_absmax``, fp32, one per block. ``blocks``: returns the blocks of a tensor.
+    ``momentum_absmax``, fp32, one element for each block. ``blocks``: returns the blocks of a tensor.
     """
     if MOMENTUM not in state and CODES not in state:
         # On the CPU, because each step reads the count, for schedules and random numbers, and would wait for a device.

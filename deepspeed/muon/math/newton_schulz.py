@@ -191,7 +191,7 @@ def _gram(
 
 
 def _times(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return A B, in a matrix taken from ``spares``, to which B is added instead; in B itself if there is no spare."""
+    """Return A B in a matrix taken from ``spares``, and put B there instead. Without a spare overwrite B."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]

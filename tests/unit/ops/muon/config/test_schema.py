@@ -101,7 +101,9 @@ def test_keys_of_adamw_that_change_nothing_are_accepted() -> None:
 
 # ---- adjust_lr_fn: auto ---------------------------------------------------------------------------------
 
-NO_RATE, BY_RATE = "stock Muon's, because lr is not set", "AdamW's size, because lr is set and none of muon_lr, "
+NO_RATE = "as in stock DeepSpeed, because lr is not set"
+STOCK_RATE = "as in stock DeepSpeed, because muon_lr and momentum are set"
+BY_RATE = "so that updates are as large as AdamW's, because lr is set and muon_lr, "
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ NO_RATE, BY_RATE = "stock Muon's, because lr is not set", "AdamW's size, because
     [
         ({"adjust_lr_fn": "auto", "nesterov": False}, "original", NO_RATE),
         ({"weight_decay": 0.1, "betas": [0.9, 0.95]}, "original", NO_RATE),  # stock's 0.02 acts
-        ({"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.95}, "original", "stock Muon's, because of muon_lr, momentum"),
+        ({"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.95}, "original", STOCK_RATE),
         (ADAMW_SECTION | {"adjust_lr_fn": "auto"}, "match_rms_adamw", BY_RATE),
         ({"rms_scale": 0.3, "muon_lr": 0.02}, "match_rms_adamw", "because rms_scale is set"),
         (ADAMW_SECTION | {"rms_scale": 0.3}, "match_rms_adamw", "because rms_scale is set"),

@@ -168,4 +168,4 @@ def test_without_a_launcher(capsys: pytest.CaptureFixture, monkeypatch: pytest.M
     assert main.main(["report", "--live"]) == 2
     assert "--live: start it on all ranks: deepspeed --module deepspeed.muon.cli report" in capsys.readouterr().err
     assert main.main(["report", "--out", "x"]) == 2
-    assert "--out: needs --live" in capsys.readouterr().err
+    assert "--out works only with --live" in capsys.readouterr().err
