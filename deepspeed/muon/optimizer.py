@@ -169,7 +169,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         The plan fixes each group's ``ns_method``, ``ns_choice`` and ``adjust_lr_fn``; later changes have no effect.
 
         Args:
-            partitions: the tensors of all groups. A group that ZeRO updates in several calls of ``step`` has one for each.
+            partitions: the tensors of all groups. One for each call of ``step`` that ZeRO makes in a step.
             tuning: how Newton-Schulz runs for shapes of matrices about which a loaded checkpoint says nothing.
             device: where Newton-Schulz runs.
         """
