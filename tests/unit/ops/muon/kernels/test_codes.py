@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.codes import BLOCK, LEVELS, SMALLEST, blocks_of, decode, encode
+from deepspeed.muon.kernels.codes import BLOCK, LEVELS, SMALLEST, block_count, decode, encode
 from deepspeed.muon.kernels.rounding import key_of, noise
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -23,9 +23,9 @@ Codes = tuple[Tensor, Tensor]
 
 def encoded(values: Tensor, uniform: Tensor | float = 0.5) -> Codes:
     """Codes and magnitudes, by default to nearest."""
-    wide = torch.zeros(blocks_of(values.numel()) * BLOCK)
+    wide = torch.zeros(block_count(values.numel()) * BLOCK)
     wide[: values.numel()] = values
-    codes, absmax = torch.empty(values.numel(), dtype=torch.int8), torch.empty(blocks_of(values.numel()))
+    codes, absmax = torch.empty(values.numel(), dtype=torch.int8), torch.empty(block_count(values.numel()))
     encode(wide, codes, absmax, uniform)
     return codes, absmax
 
@@ -36,7 +36,7 @@ def decoded(codes: Tensor, absmax: Tensor, skipped: int = 0) -> Tensor:
 
 def uniform(numel: int, step: int = 1, name: str = "w") -> Tensor:
     """What a step adds before it rounds down, for whole blocks."""
-    bits, spare = torch.empty(2, blocks_of(numel) * BLOCK, dtype=torch.int32)
+    bits, spare = torch.empty(2, block_count(numel) * BLOCK, dtype=torch.int32)
     return (noise(bits, spare, key_of(name, step), 0) | 1) / 2**16
 
 
@@ -114,7 +114,7 @@ def look(kernels: Operations, state: Codes, grad: Tensor, out: Tensor, nesterov:
     """At all elements from ``first`` on."""
     block, skipped = divmod(first, BLOCK)
     numel = out.numel()
-    place = state[0][first : first + numel], state[1][block : blocks_of(first + numel)], skipped
+    place = state[0][first : first + numel], state[1][block : block_count(first + numel)], skipped
     kernels.look_ahead(*place, grad[first : first + numel], out, numel, numel, 0.95, nesterov, Workspace())
 
 
@@ -165,7 +165,7 @@ def codes_as_the_twin(
 ) -> None:
     """Averages with weight 1/4 of such values are rounded once in any arithmetic. Some blocks become too small."""
     codes = torch.randint(-127, 128, (skipped + numel,), generator=torch.Generator().manual_seed(0)).to(torch.int8)
-    absmax = torch.exp2(torch.arange(blocks_of(codes.numel())) * 7 % 30 - 15.0)
+    absmax = torch.exp2(torch.arange(block_count(codes.numel())) * 7 % 30 - 15.0)
     absmax[10:15:2], absmax[11:15:2] = 2.0**-100, 2.0**120
     grad = randn(codes.numel(), seed=1).bfloat16().to(dtype)
     for block, magnitude in ((3, 1.0), (5, SMALLEST), (6, SMALLEST / 2), (8, 0.0), (15, 0.0)):
@@ -210,7 +210,7 @@ def step_in_slices(kernels: Operations) -> None:
     sliced = [part.clone() for part in state]
     kernels.advance_codes(*state, grad, None, 0.95, True, (3, 4), 2**32 - 1000, Workspace())
     for first, end in ((0, 5 * BLOCK), (5 * BLOCK, numel)):
-        here = sliced[0][first:end], sliced[1][first // BLOCK : blocks_of(end)]
+        here = sliced[0][first:end], sliced[1][first // BLOCK : block_count(end)]
         kernels.advance_codes(*here, grad[first:end], None, 0.95, True, (3, 4), 2**32 - 1000 + first, Workspace())
     assert all(map(torch.equal, state, sliced))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import quack, reference, triton_table
-from deepspeed.muon.kernels.codes import blocks_of
+from deepspeed.muon.kernels.codes import block_count
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -69,7 +69,7 @@ def test_elementwise_operations_are_those_of_the_cpu(kernels: Operations, dtype:
     step(reference.OPERATIONS, twins, 2**32 - 77)
     for name, tensor in tensors.items():
         assert_near(tensor, twins[name])
-    codes, magnitudes = torch.randint(-127, 128, (numel,), dtype=torch.int8), torch.rand(blocks_of(numel))
+    codes, magnitudes = torch.randint(-127, 128, (numel,), dtype=torch.int8), torch.rand(block_count(numel))
     for nesterov in (True, False):
         results = []
         for table, device, grad in ((kernels, GPU, tensors["grad"]), (reference, "cpu", twins["grad"])):

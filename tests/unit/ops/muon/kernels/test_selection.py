@@ -43,13 +43,17 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 ABSENT = "quack-kernels is not installed"
 CHOICES = [
     (["cuda"], {}, "quack + triton + torch"),
-    (["cuda"], {"quack_": ABSENT}, f"triton + torch (quack: {ABSENT})"),
-    (["cpu", "cuda"], {"quack_": ABSENT}, f"triton + C++ (quack: {ABSENT})"),
-    (["cpu", "cuda"], {"cpu": "no compiler"}, "quack + triton + torch (cpu: no compiler)"),
-    (["cpu", "cuda"], {"cuda": "no NVIDIA GPU"}, "C++ (cuda: no NVIDIA GPU)"),
-    (["cuda"], {"cuda": "triton is not installed"}, "torch (cuda: triton is not installed)"),
+    (["cuda"], {"quack_": ABSENT}, f"triton + torch (faster kernels are not used; quack: {ABSENT})"),
+    (["cpu", "cuda"], {"quack_": ABSENT}, f"triton + C++ (faster kernels are not used; quack: {ABSENT})"),
+    (["cpu", "cuda"], {"cpu": "no compiler"}, "quack + triton + torch (faster kernels are not used; cpu: no compiler)"),
+    (["cpu", "cuda"], {"cuda": "no NVIDIA GPU"}, "C++ (faster kernels are not used; cuda: no NVIDIA GPU)"),
+    (
+        ["cuda"],
+        {"cuda": "triton is not installed"},
+        "torch (faster kernels are not used; cuda: triton is not installed)",
+    ),
     (["cpu"], {}, "C++"),
-    (["cpu", "xpu"], {}, "C++ (xpu: only plain PyTorch supports it)"),
+    (["cpu", "xpu"], {}, "C++ (faster kernels are not used; xpu: only plain PyTorch supports it)"),
 ]
 
 
@@ -66,8 +70,11 @@ def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing:
 
 RANKS = [
     ([{}, {}], "quack + triton + torch"),
-    ([{}, {"cuda": "triton is not installed"}], "torch (cuda: rank 1: triton is not installed)"),
-    ([{"quack_": ABSENT}, {}], f"triton + torch (quack: rank 0: {ABSENT})"),
+    (
+        [{}, {"cuda": "triton is not installed"}],
+        "torch (faster kernels are not used; cuda: rank 1: triton is not installed)",
+    ),
+    ([{"quack_": ABSENT}, {}], f"triton + torch (faster kernels are not used; quack: rank 0: {ABSENT})"),
 ]
 
 
@@ -95,7 +102,10 @@ def chosen(without: int | None) -> tuple[str, list[str]]:
 
 @needs_compiler
 def test_all_ranks_of_an_engine_have_one_table() -> None:
-    for without, name, line in ((None, "C++", "C++"), (1, "torch", "torch (cpu: rank 1: no compiler); ")):
+    for without, name, line in (
+        (None, "C++", "C++"),
+        (1, "torch", "torch (faster kernels are not used; cpu: rank 1: no compiler); "),
+    ):
         (first, lines), (second, _) = run(chosen, 2, without=without)
         assert first == second and first.startswith(name)
         assert len(lines) == 1 and lines[0].startswith(line), lines

@@ -291,7 +291,9 @@ def test_a_kernel_that_raises_or_errs_is_a_reason(
     gpu: None, where: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, raising)
-    assert chosen() == "torch (cuda: Triton's kernels fail: RuntimeError: misaligned address)"
+    assert (
+        chosen() == "torch (faster kernels are not used; cuda: Triton's kernels fail: RuntimeError: misaligned address)"
+    )
     original = getattr(reference, name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -303,7 +305,9 @@ def test_a_kernel_that_raises_or_errs_is_a_reason(
 
     monkeypatch.setattr(where, name, wrong)
     kind = name.replace("apply_runs_", "apply_ of runs").replace("advance_runs", "advance of runs")
-    assert chosen().startswith(f"torch (cuda: Triton's kernels fail: the result of {kind} is wrong, by ")
+    assert chosen().startswith(
+        f"torch (faster kernels are not used; cuda: Triton's kernels fail: the result of {kind} is wrong, by "
+    )
 
 
 def test_a_kernel_that_is_not_cautious_is_a_reason(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +336,7 @@ def test_a_triton_that_does_not_fit_is_a_reason(
         monkeypatch.setitem(sys.modules, missing, None)
     else:
         monkeypatch.setattr(triton, "autotune", lambda configs, key, warmup, rep: None)  # as of 3.1, with torch 2.5
-    assert chosen().startswith(f"torch (cuda: Triton's kernels fail: {reason}")
+    assert chosen().startswith(f"torch (faster kernels are not used; cuda: Triton's kernels fail: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +353,8 @@ def test_a_quack_that_does_not_work_is_a_reason(
     gpu: None, library: ModuleType | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", library)
-    assert chosen().startswith(f"triton + torch (quack: its kernels fail (version 0.6.5 is known to work): {reason}")
+    why = f"its kernels fail (version 0.6.5 is known to work): {reason}"
+    assert chosen().startswith(f"triton + torch (faster kernels are not used; quack: {why}")
 
 
 def test_without_a_gpu_that_triton_knows_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

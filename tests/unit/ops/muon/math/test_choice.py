@@ -18,9 +18,9 @@ from deepspeed.muon.math.choice import (
     Rates,
     Recipe,
     by_count,
+    choice_from_json,
     counted_method,
     fastest,
-    from_pinned,
     lowest,
     seconds,
     shape_key,
@@ -29,7 +29,7 @@ from deepspeed.muon.math.choice import (
 )
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, flops
-from deepspeed.muon.tuning import Candidates, has_bf16, race
+from deepspeed.muon.tuning import Candidates, has_bf16, measure_rates
 
 SIMPLE = schedule("simple")
 
@@ -92,10 +92,12 @@ def test_a_gpu_that_emulates_bf16_does_not_take_it_unasked(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
     gpu, tables = torch.device("cuda"), {"torch": OPERATIONS}
     of = {
-        dtype: Candidates.of(parse({"ns_dtype": dtype}), tables, {"auto"}, gpu, has_bf16("cuda", supported=True))
+        dtype: Candidates.from_config(
+            parse({"ns_dtype": dtype}), tables, {"auto"}, gpu, has_bf16("cuda", supported=True)
+        )
         for dtype in ("auto", "bf16")
     }
-    assert of["auto"].without_race({(8, 32): 1}).choice.dtype == expected
+    assert of["auto"].choose_untimed({(8, 32): 1}).choice.dtype == expected
     assert of["bf16"].dtypes == ("bf16",), "unless it is asked for"
 
 
@@ -110,8 +112,10 @@ def test_the_slowest_rank_counts() -> None:
     candidates = Candidates(("fp32", "bf16"), METHODS, {"torch": OPERATIONS}, SIMPLE, torch.device("cpu"))
     for left in ("fp32", "bf16"):
         found = lowest([{left: {"torch": 1.0}}, {"fp16": {"torch": 1.0}}])
-        chosen = candidates.choose({(8, 32): 3}, world_size=1, races=True, slowest=lambda measure, found=found: found)
-        assert chosen == candidates.without_race({(8, 32): 3}) and chosen.choice.dtype == "fp32" and not chosen.rates
+        chosen = candidates.choose(
+            {(8, 32): 3}, world_size=1, may_time=True, slowest=lambda measure, found=found: found
+        )
+        assert chosen == candidates.choose_untimed({(8, 32): 3}) and chosen.choice.dtype == "fp32" and not chosen.rates
 
 
 # ---- a choice and its checkpoint --------------------------------------------------------------------------
@@ -119,14 +123,14 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_a_choice_is_kept_as_json() -> None:
     choice = by_count([(8, 8), (8, 32)], SIMPLE, "fp16", table="C++")
-    assert from_pinned(choice.pinned()) == choice
-    assert unknown(choice.pinned()) == []
+    assert choice_from_json(choice.as_json()) == choice
+    assert unknown(choice.as_json()) == []
     assert str(Recipe("gram", "torch", "C++", "torch")) == "gram with C++ and torch", "as older checkpoints have them"
     assert choice.with_methods({"8x8": "gram", "9x9": "gram"}).recipe(8, 8) == Recipe("gram", *("C++",) * 3)
 
 
 def test_what_is_unknown_is_named() -> None:
-    pinned = by_count([(8, 8)], SIMPLE, "fp16").pinned()
+    pinned = by_count([(8, 8)], SIMPLE, "fp16").as_json()
     assert unknown(pinned | {"dtype": "fp8"}) == ["'fp8'"]
     pinned["shapes"]["8x8"]["method"] = "quintic"
     assert unknown(pinned) == ["'quintic' for 8x8"]
@@ -196,7 +200,7 @@ def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def raced(time: Time, tables: Mapping[str, Operations], dtypes: tuple[str, ...] = ("fp32",)) -> Rates:
-    return race({(64, 128): 3}, 1, dtypes, tables, CPU, clock=time)
+    return measure_rates({(64, 128): 3}, 1, dtypes, tables, CPU, clock=time)
 
 
 def test_what_is_timed_and_how_it_counts() -> None:
@@ -214,9 +218,9 @@ def test_what_is_timed_and_how_it_counts() -> None:
         ({(4, 4): 1, (2, 2): 9}, 1, (9, 2, 2)),
     ):
         time.calls.clear()
-        race(shapes, ranks, ["fp32"], time.tables("torch"), CPU, clock=time)
+        measure_rates(shapes, ranks, ["fp32"], time.tables("torch"), CPU, clock=time)
         assert time.calls[-1][-1] == taken
-    assert race({(8, 8): 1}, 1, [], {"torch": OPERATIONS}, CPU) == {}
+    assert measure_rates({(8, 8): 1}, 1, [], {"torch": OPERATIONS}, CPU) == {}
 
 
 def test_the_shortest_run_counts_and_the_first_never() -> None:
@@ -255,7 +259,9 @@ def test_an_accelerator_compiles_for_no_dtype_that_is_slow(monkeypatch: pytest.M
     monkeypatch.setattr(tuning, "_matrices", lambda shape, count, limit, device: matrices(shape, count, limit, CPU))
     speed = {torch.float32: 10.0, torch.float16: 1.0, torch.bfloat16: 1.0}
     time = Time(lambda name, x: speed[x.dtype] * (0.5 if name == "triton" else 1.0))
-    rates = race({(64, 128): 1}, 1, tuple(DTYPES), time.tables("torch", "triton"), torch.device("meta"), clock=time)
+    rates = measure_rates(
+        {(64, 128): 1}, 1, tuple(DTYPES), time.tables("torch", "triton"), torch.device("meta"), clock=time
+    )
     assert {dtype: set(tables) for dtype, tables in rates.items()} == {
         "fp32": set(),
         "fp16": {"torch", "triton"},
@@ -291,8 +297,8 @@ def test_a_table_that_errs_in_any_product_leaves_the_race(kind: str, said: list[
         return found
 
     tables = {"torch": OPERATIONS, "wrong": dataclasses.replace(OPERATIONS, **{kind: wrong})}
-    assert set(race({(8, 16): 2}, 1, ["fp32"], tables, CPU)["fp32"]) == {"torch"}
-    assert len(said) == 1 and "the kernels of wrong fail in fp32 and are not used: relative error" in said[0]
+    assert set(measure_rates({(8, 16): 2}, 1, ["fp32"], tables, CPU)["fp32"]) == {"torch"}
+    assert len(said) == 1 and "the kernels of wrong fail in fp32 and are not used: the result differs" in said[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -300,6 +306,6 @@ def test_a_real_race_neither_draws_random_numbers_nor_minds_autocast(dtype: str,
     """Under autocast the products that results are compared with would be rounded to bf16."""
     state = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rates = race({(4, 8): 2}, 1, [dtype], {"torch": OPERATIONS}, CPU)
+        rates = measure_rates({(4, 8): 2}, 1, [dtype], {"torch": OPERATIONS}, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert rates[dtype]["torch"] > 0 and not said
