@@ -42,7 +42,7 @@ def build(text: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Turn any exception raised inside into a ModelError of one line, which starts with ``what``."""
+    """Turn any exception raised in the context into a ModelError, whose text is one line that begins with ``what``."""
     try:
         yield
     except ModelError:

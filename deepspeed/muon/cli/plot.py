@@ -162,7 +162,7 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def _loss(axes: Any, records: Records) -> None:
-    """Draw every value and, if there are at least 40, a running mean."""
+    """Draw the training loss: every value and, if there are at least 40, a running mean."""
     loss = records.values["loss"]
     window = len(loss) // 20
     _line(axes, loss, color=MUON, alpha=0.35 if window > 1 else 1.0, linewidth=1)

@@ -120,7 +120,7 @@ def of_launch() -> dict[str, Any] | None:
     differing = {name: [one[name] for one in ranks] for name in odd}
     problems = [*facts["problems"], *(f"ranks differ in {name}" for name in odd if name != "device")]
     problems += [f"{case['name']}: {case['problem']}" for case in trial if case["problem"]]
-    problems += [f"NCCL can hang on the order of collectives: {fault}"] if fault else []
+    problems += [f"ranks call collectives in different orders, so NCCL can hang: {fault}"] if fault else []
     launch = {
         "ranks": len(ranks),
         "hosts": len({one["host"] for one in ranks}),
@@ -141,17 +141,18 @@ def _activation() -> dict[str, Any]:
 
 
 def _problems(facts: dict[str, Any]) -> Iterator[str]:
+    tested = "install DeepSpeed {oldest} to {newest}, which are tested".format_map(facts["tested_deepspeed"])
     yield from (
-        f"DeepSpeed lacks {name}, which deepspeed-muon replaces"
+        f"DeepSpeed lacks {name}, which deepspeed-muon replaces; {tested}"
         for name, state in facts["seams"].items()
         if state == "missing"
     )
     if not facts["activation"]["entry_point_registered"]:
         yield f"the entry point {ENTRY_NAME} of group {ENTRY_GROUP} is not registered: install deepspeed-muon"
     if not any(facts["backends"].values()):
-        yield "torch has neither gloo nor nccl"
+        yield "torch has neither gloo nor nccl, so ranks cannot communicate; install another build of torch"
     if facts["accelerator"]["kind"] == "cuda" and not facts["backends"]["nccl"]:
-        yield "torch sees a GPU, but was built without nccl"
+        yield "torch sees a GPU, but was built without nccl; install a build of torch for CUDA"
 
 
 def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:

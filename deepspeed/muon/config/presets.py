@@ -103,7 +103,7 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
-    """Add to the text of a MuonConfigError that is raised in the context which of its keys come from the preset.
+    """Add to a MuonConfigError that is raised in the context which of the keys in its text are set by the preset.
 
     ``params``: the user's ``optimizer.params``, whose key ``preset`` names the preset.
     """

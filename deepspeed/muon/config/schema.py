@@ -161,7 +161,7 @@ class MuonConfig(BaseModel):
 
     @property
     def wire(self) -> str:
-        """Return the dtype of what ranks send each other: ``wire_dtype`` with ``auto`` resolved."""
+        """Return the dtype in which ranks send matrices to each other: ``wire_dtype`` with ``auto`` resolved."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
         # Not the dtype that is chosen by timing at start: the bits that a rank sends would depend on the machine.
@@ -174,7 +174,7 @@ class MuonConfig(BaseModel):
 
     @property
     def most_owners(self) -> int | None:
-        """Return ``owners_per_matrix``; but 1 with update rules or AOL, which need whole rows and columns."""
+        """Return 1 with update rules or AOL, which need whole rows and columns; otherwise ``owners_per_matrix``."""
         return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
 
     @property

@@ -47,12 +47,12 @@ _REFUSED = object()
 
 
 def _as_sequence(value: Any) -> Any:
-    """Return a list or tuple unchanged; refuse what pydantic also accepts, such as a set, which has no fixed order."""
+    """Return a list or tuple unchanged; refuse other types that pydantic accepts, such as sets, which have no order."""
     return value if isinstance(value, (list, tuple)) else _REFUSED
 
 
 def _as_flag(value: Any) -> Any:
-    """Return a bool unchanged; refuse others that pydantic accepts, such as 0, 1, "yes" and "off"."""
+    """Return a bool unchanged; refuse other values that pydantic accepts, such as 0, 1, "yes" and "off"."""
     return value if isinstance(value, bool) else _REFUSED
 
 

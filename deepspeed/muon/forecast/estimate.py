@@ -25,8 +25,8 @@ class Machine:
     """Rates of one rank.
 
     ``tflops``: 10^12 floating-point operations of Newton-Schulz per second; symmetric products count in full.
-    ``muon_ns``, ``adamw_ns``: nanoseconds of the elementwise passes per element of a shard. ``run_us``: microseconds to
-    launch Muon's passes over one contiguous piece of a shard (a "run").
+    ``muon_ns``, ``adamw_ns``: time of the elementwise passes in nanoseconds per element of a shard. ``run_us``:
+    microseconds to launch Muon's passes over one contiguous piece of a shard (a "run").
     """
 
     tflops: float
@@ -39,8 +39,8 @@ class Machine:
 class Estimate:
     """The plan of one step for all ranks, and what it costs.
 
-    ``parts``: of the step. ``costs``: those of the parts that Muon updates. ``peak``: scratch memory of the rank that
-    needs most. ``planning_seconds``: how long planning for all ranks took.
+    ``parts``: what ZeRO updates at once, in order. ``costs``: of the parts that Muon updates. ``peak``: scratch memory
+    of the rank that needs most. ``planning_seconds``: how long planning for all ranks took.
     """
 
     halves: Sequence[Half]
@@ -93,7 +93,7 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
-    """Return the numbers of tensors, parameters and matrices in all groups with this ``use_muon``."""
+    """Return the numbers of tensors, parameters and matrices in all Muon groups (``use_muon``) or all AdamW groups."""
     specs = [spec for half in halves if half.use_muon is use_muon for spec in half.specs]
     return {
         "tensors": len(specs),

@@ -61,7 +61,7 @@ class Half:
     def cost_model(
         self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1
     ) -> CostModel:
-        """Return the cost model with this group's methods; the arguments are those of :func:`cost_model`."""
+        """Return the cost model for this group's methods. Arguments as for the function :func:`cost_model`."""
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:
@@ -187,15 +187,22 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one part of a step costs that Muon updates. Lists have one entry for each rank.
+    """What it costs in a step that Muon updates one part. Lists without another index have one number for each rank.
 
-    ``plan``: the part's plan for all ranks. ``flops``: floating-point operations of Newton-Schulz. ``heaviest``: one
-    owner's operations for the most expensive matrix. ``sent_bytes``: sent to the owners and back. ``least_bytes``: what
-    the mean of ``sent_bytes`` would be if each matrix were owned by the rank that holds most of it. ``between_bytes``:
-    sent between owners of one matrix. ``rounds``: number of buckets that are exchanged. ``collectives``: two
-    all-to-alls for each bucket, or one broadcast for each owner in it; 0 if nothing is sent. ``runs``: pieces of
-    matrices on the rank that has most pieces. ``demands[rank][bucket]``: memory needed. ``storages``: index of the
-    storage that each bucket uses. ``moment_bytes``: NorMuon's second moments, which owners keep.
+    Args:
+        plan: the part's plan for all ranks.
+        flops: floating-point operations of Newton-Schulz.
+        heaviest: operations of one owner for the most expensive matrix.
+        sent_bytes: bytes that are sent to the owners and back.
+        least_bytes: what the mean of ``sent_bytes`` would be if each matrix were owned by the rank that holds most of
+            it.
+        between_bytes: bytes that are sent between the owners of one matrix.
+        rounds: number of buckets that are sent.
+        collectives: two all-to-alls for each bucket, or one broadcast for each owner in it; 0 if nothing is sent.
+        runs: number of pieces of matrices on the rank that has most pieces.
+        demands: the memory needed, ``demands[rank][bucket]``.
+        storages: for each bucket the index of the storage that it uses.
+        moment_bytes: bytes of NorMuon's second moments, which owners keep.
     """
 
     part: StepPart
@@ -220,10 +227,10 @@ def step_cost(
     staged: bool = False,
     most_owners: int | None = None,
 ) -> StepCost:
-    """Plan one Muon part for all of its ranks and return what it costs, in O(matrices + ranks) time.
+    """Plan for all ranks how Muon updates one part, and return what that costs. This takes O(matrices + ranks) time.
 
-    ``bucket_bytes``, ``most_owners``: from the config. ``staged``: shards are on the host, but Newton-Schulz runs on
-    an accelerator.
+    ``bucket_bytes``, ``most_owners``: from the config. ``staged``: whether shards are on the host while Newton-Schulz
+    runs on an accelerator.
     """
     plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes, most_owners=most_owners)
     if plan.world_size < part.world_size:  # each rank does all the work
@@ -256,7 +263,9 @@ def step_cost(
 
 
 class _Traffic(NamedTuple):
-    """The traffic of a step. ``sent``: elements that each rank sends, to owners and back. ``least``: what the sum of
+    """The traffic of a step.
+
+    ``sent``: elements that each rank sends, to owners and back. ``least``: what the sum of
     ``sent`` would be if each matrix were owned by the rank that holds most of it. ``runs``: pieces of matrices on the
     rank that has most pieces.
     """
