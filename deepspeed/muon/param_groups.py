@@ -23,7 +23,7 @@ from deepspeed.muon.matrices.tp_sharding import whole_shape
 
 @dataclass(frozen=True)
 class Split:
-    """The optimizer's parameter groups ("halves"), and the user's group that each comes from."""
+    """The result of :func:`split_groups`: the optimizer's parameter groups ("halves"), and where they come from."""
 
     #: The optimizer's parameter groups.
     halves: list[dict[str, Any]]
@@ -67,7 +67,7 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
 
 
 def _checked(params: Any) -> list[dict[str, Any]]:
-    """Return ``params`` as parameter groups, each with a list of parameters; torch's own optimizer checks them."""
+    """Return ``params`` as parameter groups, each with a list of parameters. ``torch.optim.Optimizer`` checks them."""
     # Torch refuses a set as the ``params`` of a group, but accepts a frozenset there and a set of all parameters. The
     # order of any set differs between ranks, so all are passed on in the form that torch refuses.
     if isinstance(params, (set, frozenset)):

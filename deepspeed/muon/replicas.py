@@ -92,7 +92,7 @@ def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
 
     Raises:
         RuntimeError: the ranks differ.
-        UnsupportedError: some, but not all, of DDP's ranks would own a matrix, and DDP uses only some of all ranks.
+        UnsupportedError: DDP uses only some of the job's ranks, and only some of these would own a matrix together.
     """
     start_watchdog()
     unavailable = sorted(kind for kind, reason in optimizer.context.unavailable.items() if reason)

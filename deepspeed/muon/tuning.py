@@ -229,7 +229,7 @@ def _operations(rows: int, cols: int) -> int:
 def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> Tensor:
     """Return random fp32 matrices ``[batch, rows, cols]``, rows <= cols, each row with a norm of about 1.
 
-    ``shape`` is halved until one iteration has at most ``limit`` operations. ``count``: the largest batch.
+    ``shape`` is halved until one iteration has at most ``limit`` operations. ``count``: the maximum number of matrices.
     """
     rows, cols = sorted(shape)
     while _operations(rows, cols) > limit and rows > 1:
@@ -266,7 +266,7 @@ def _times(
 
 
 def _check(table: Operations, x: Tensor, work: Workspace) -> None:
-    """Raise ArithmeticError if one iteration by ``table`` differs too much from plain PyTorch's in fp32."""
+    """Raise ArithmeticError if an iteration with the kernels ``table`` differs too much from PyTorch's in fp32."""
     eps, out, x = torch.finfo(x.dtype).eps, iterate(table, x, work).float(), x.float()
     c, b, a = POLYNOMIAL
     gram = x @ x.mT

@@ -73,7 +73,7 @@ def _take(file: IO[str]) -> None:
             waited = time.monotonic() - began
         if waited >= GIVE_UP_AFTER:
             raise TimeoutError(
-                f"another process has held {file.name} for {waited / 60:.0f} minutes; {_compilers()}. The lock ends "
+                f"another process has held {file.name} for {waited / 60:.0f} minutes; {_compilers()}; the lock ends "
                 "with the process that holds it: if that process hangs, end it and start again"
             )
         if waited >= TELL_AFTER and not is_told:

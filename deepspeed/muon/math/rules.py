@@ -31,7 +31,8 @@ class Rules:
     """The update rules of a training run. ``bool(rules)`` is False for plain Muon.
 
     Args:
-        muon_eq, muon_plus: keys of :data:`SIDES`, for :func:`equalize` before and after Newton-Schulz.
+        muon_eq, muon_plus: the norms that :func:`equalize` makes equal before and after Newton-Schulz; keys of
+            :data:`SIDES`.
         normuon: whether :func:`normuon` is applied. Each matrix then has a second moment, fp32, one number per output.
         normuon_beta2: decay of the second moment per step.
     """
@@ -84,14 +85,14 @@ class Rules:
 def equalize(
     x: Tensor, axes: Sequence[int], work: Workspace, norm: float | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Scale the rows (axis 0) or columns (axis 1) of ``x``, ``[rows, cols]``, in place, to equal norms; zeros stay.
+    """Scale the rows (axis 0) or columns (axis 1) of ``x``, ``[rows, cols]``, in place, to equal norms; keep zeros.
 
     Before Newton-Schulz this is MuonEq (arXiv 2603.28254) in its variants R (rows) and C (columns). After it, with
     ``norm = sqrt(min(rows, cols))``, it is Muon+ (arXiv 2602.21545): the matrix keeps the Frobenius norm of an
     orthogonal one, so that ``adjust_lr_fn`` still sets the scale of updates.
 
     Args:
-        axes: one axis after another.
+        axes: the axes along which norms are made equal, one after the other.
         norm: Frobenius norm of the result if no row or column is zero; ``None``: each row or column gets norm 1.
         dtype: of the arithmetic.
     """
@@ -117,7 +118,7 @@ def _factors(norms: Tensor, wanted: float) -> Tensor:
 def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:
     """Divide the elements of each output by the root of a running mean of their squares: NorMuon (arXiv 2510.05491).
 
-    The matrix keeps its Frobenius norm. A zero matrix, which is one without a gradient, and its second moment stay.
+    The matrix keeps its Frobenius norm. A zero matrix, which had no gradient, and its second moment do not change.
 
     Args:
         x: the orthogonalized matrix, ``[rows, cols]``; changed in place.

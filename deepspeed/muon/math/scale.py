@@ -20,7 +20,10 @@ RMS_SCALE = 0.2
 
 
 def scale_factor(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
-    """Return the factor of a rows x cols matrix's update. ``adjust_lr_fn``: a key of :data:`SCALES`."""
+    """Return the factor by which the update of a rows x cols matrix is multiplied.
+
+    ``adjust_lr_fn``: a key of :data:`SCALES`.
+    """
     return SCALES[adjust_lr_fn][1](rows, cols, rms_scale)
 
 

@@ -65,7 +65,10 @@ def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing:
     plain = selection.unavailable_kernels("torch", kinds)
     reason = 'optimizer.params.kernels is "torch"'
     assert selection.choose(plain) is reference.OPERATIONS
-    assert selection.summary(reference.OPERATIONS, plain) == f"torch ({'; '.join(f'{k}: {reason}' for k in kinds)})"
+    assert (
+        selection.summary(reference.OPERATIONS, plain)
+        == f"torch (faster kernels are not used; {'; '.join(f'{k}: {reason}' for k in kinds)})"
+    )
 
 
 RANKS = [

@@ -176,21 +176,21 @@ def refused(fault: str) -> str:
     def by_count(shapes: Any, schedule: Any, dtype: str, methods: Any, table: str) -> Choice:
         return count(shapes, schedule, dtype, [METHODS[rank]], table)
 
-    with pytest.MonkeyPatch.context() as patch, races() if fault == "race" else nullcontext():
-        patch.setattr(tuning, fault, {"race": race, "by_count": by_count}[fault])
+    with pytest.MonkeyPatch.context() as patch, races() if fault == "measure_rates" else nullcontext():
+        patch.setattr(tuning, fault, {"measure_rates": race, "by_count": by_count}[fault])
         with pytest.raises(RuntimeError) as error:
-            build({"optimizer": OPEN} if fault == "race" else {})
+            build({"optimizer": OPEN} if fault == "measure_rates" else {})
     return f"{type(error.value).__name__}: {error.value}"
 
 
 def test_a_rank_that_cannot_race_is_heard_everywhere() -> None:
-    for text in run(refused, 2, fault="race"):
+    for text in run(refused, 2, fault="measure_rates"):
         assert text.startswith("DisagreementError: rank 0: ") and "MemoryError: no room" in text
 
 
 def test_ranks_whose_choices_differ_are_refused() -> None:
     for text in run(refused, 2, fault="by_count"):
-        assert "the choice of dtype, methods and kernels differs: rank 0 has [{'dtype': 'fp32'" in text
+        assert "the choice of dtype, methods and kernels of Newton-Schulz differs: rank 0 has [{'dtype': 'fp32'" in text
 
 
 # ---- a run and its checkpoints ------------------------------------------------------------------------------
