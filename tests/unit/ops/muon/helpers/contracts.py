@@ -113,8 +113,8 @@ def lost_moments(name: str, index: int, folder: str) -> tuple[list[str], int]:
 class Spoil:
     """A hook that puts `value` into the last element of a gradient, in the first micro-step."""
 
-    def __init__(self, value: float) -> None:
-        self.value: float | None = value
+    def __init__(self, value: float | None) -> None:
+        self.value = value
 
     def __call__(self, gradient: Tensor) -> Tensor:
         if self.value is None or not gradient.numel():

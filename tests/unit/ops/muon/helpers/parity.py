@@ -46,8 +46,3 @@ def assert_parity(weights: dict[str, torch.Tensor], reference: Any, dtype: str =
         assert change_cosine(initial, weights[key], expected) >= 0.9, key
         change, wanted = (weights[key] - initial).norm(), (expected - initial).norm()
         assert 0.85 <= change / wanted <= 1.15, key
-
-
-def update_error(update: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference between the updates of a matrix, relative to the norm of its reference."""
-    return max(float((update[key] - reference[key]).norm() / reference[key].norm()) for key in reference)

@@ -240,7 +240,12 @@ SETTINGS: dict[str, Setting] = {
     "without norms": Setting(Way(), WITHOUT_NORMS, quick=2),
     "bf16 unchecked": Setting(Way(), UNCHECKED),
     "summed gradients": Setting(
-        Way(), with_clips(30.0, [case | {"world": 3} for case in SUMMED]), {"eps": EPS}, {"eps": EPS}, quick=2
+        Way(),
+        with_clips(30.0, [case | {"world": 3} for case in SUMMED]),
+        {"eps": EPS},
+        {"eps": EPS},
+        quick=2,
+        moves={"world": 3},
     ),
     "activation checkpointing, compile": Setting(
         ways.AgainOrCompiled(),
@@ -250,6 +255,7 @@ SETTINGS: dict[str, Setting] = {
             for stage in (1, 2, 3)
         ],
         quick=3,
+        moves={"how": "torch"},
     ),
     "matrices without gradient": Setting(
         ways.Gone(),

@@ -77,12 +77,6 @@ def test_training_equals_that_in_memory(title: str, tmp_path: Path) -> None:
             assert differing(got, wanted) == [], case
 
 
-def test_heads_are_clipped_in_the_test_above(tmp_path: Path) -> None:
-    cases = [ON_CPU | {"optimizer": optimizer} for optimizer in (CLIPPED, with_params())]
-    for (_, clipped), (_, plain) in run(train_all, 2, cases=cases, folder=str(tmp_path), steps=3, attention=True):
-        assert "qkv.weight" in differing(clipped, plain)
-
-
 # ---- what lies where --------------------------------------------------------------------------------------
 
 
@@ -125,9 +119,6 @@ def test_what_lies_in_files(tmp_path: Path) -> None:
                 {"": 0, "exp_avg": 0, "exp_avg_sq": 0},
                 {"": 786, "exp_avg": 786, "exp_avg_sq": 786},
             ], case
-
-
-# ---- gradients that are bad ------------------------------------------------------------------------------
 
 
 # ---- reading ahead ----------------------------------------------------------------------------------------

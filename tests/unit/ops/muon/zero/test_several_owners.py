@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import tensor_parallel
 from helpers.distributed import RankError, run
 from helpers.engine_state import differing, snapshot
-from helpers.parity import update_error
 from helpers.records import of_parameters, records, sections
-from helpers.training import MOMENTA, PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
+from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
 from helpers.universal import convert
 
 #: Of matrices that two, three and four ranks can share; the last one none can.
@@ -77,16 +75,44 @@ def train(
 # ---- equal to one owner ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), *((s, o) for s in (1, 2, 3) for o in (False, True))])
-def test_equal_to_one_owner(stage: int, offload: bool, world: int) -> None:
-    how = {"stage": stage, "clip": 0.0, "offload": offload, "accumulation": 2 if offload else 1}
-    alone, counts = run(train, world, owners=1, **how)[0]
-    assert {*counts} == {1}
-    for update, counts in run(train, world, owners=world, **how):
-        assert counts == [world] * 5 + [1]
-        assert 0 < update_error(update, alone) <= 1e-5
+#: The smaller sets lie within the larger ones; nobody waits for a rank that waits for him.
+SETS = {(24, 48): 4, (48, 24): 2, (36, 36): 2, (60, 24): 4, (25, 35): 1}
+ALIKE: dict[str, dict[str, Any]] = {
+    **{
+        f"stage {stage}, {world} ranks{', offload' * offload}": {"world": world, "stage": stage}
+        | ({"offload": True, "accumulation": 2} if offload else {})
+        for world in (2, 3, 4)
+        for stage, offload in [(0, False), *((stage, offload) for stage in (1, 2, 3) for offload in (False, True))]
+    },
+    **{f"blocks, stage {stage}": {"stage": stage, "params": BLOCKS} for stage in (0, 2, 3)},
+    **{
+        f"sets of four, two and one, stage {stage}": {"stage": stage, "world": 4, "params": {"bucket_bytes": 2000}}
+        for stage in (1, 3)
+    },
+    **{f"momentum in {dtype}": {"stage": 3, "params": {"momentum_dtype": dtype}} for dtype in ("bf16", "int8")},
+}
+OFTEN = (
+    *("stage 0, 3 ranks", "stage 1, 4 ranks, offload", "stage 2, 2 ranks", "stage 3, 2 ranks, offload"),
+    *("blocks, stage 0", "blocks, stage 3", "sets of four, two and one, stage 3", "momentum in int8"),
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name not in OFTEN)) for name in ALIKE])
+def test_equal_to_one_owner(name: str) -> None:
+    """Random numbers belong to the slices, so that a momentum in bf16 or int8 is rounded otherwise."""
+    case = {"world": 2, "clip": 0.0, **ALIKE[name]}
+    world, counts = case.pop("world"), SETS if "sets" in name else None
+    expected, found = run(train, world, owners=1, **case)[0]
+    assert {*found} == {1}
+    for update, found in run(train, world, owners=None if counts else world, counts=counts, **case):
+        wanted = [counts[shape] for shape in SHAPES] if counts else [world] * (7 if "blocks" in name else 5) + [1]
+        assert found == wanted
+        assert 0 < update_error(update, expected) <= (0.05 if "momentum" in name else 1e-5)
+
+
+def update_error(update: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The largest difference between the updates of a matrix, relative to the norm of its reference."""
+    return max(float((update[key] - reference[key]).norm() / reference[key].norm()) for key in reference)
 
 
 def chosen(host: str) -> list[int]:
@@ -110,26 +136,6 @@ def chosen(host: str) -> list[int]:
 @pytest.mark.parametrize(("host", "owners"), [("", 2), ("elsewhere", 1)])
 def test_a_lone_matrix_is_shared_within_a_node(host: str, owners: int) -> None:
     assert run(chosen, 2, host=host) == [[owners]] * 2
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_blocks_are_sliced_too(stage: int) -> None:
-    how = {"stage": stage, "clip": 0.0, "params": BLOCKS}
-    alone, _ = run(train, 2, owners=1, **how)[0]
-    for update, counts in run(train, 2, owners=2, **how):
-        assert counts == [2] * 7 + [1]
-        assert update_error(update, alone) <= 1e-5
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_sets_of_four_two_and_one(stage: int) -> None:
-    """The smaller sets lie within the larger ones; nobody waits for a rank that waits for him."""
-    counts = {(24, 48): 4, (48, 24): 2, (36, 36): 2, (60, 24): 4, (25, 35): 1}
-    how = {"stage": stage, "clip": 0.0, "params": {"bucket_bytes": 2000}}
-    alone, _ = run(train, 4, owners=1, **how)[0]
-    for update, found in run(train, 4, owners=None, counts=counts, **how):
-        assert found == [counts[shape] for shape in SHAPES]
-        assert update_error(update, alone) <= 1e-5
 
 
 # ---- process groups ---------------------------------------------------------------------------------------------
@@ -179,29 +185,6 @@ def test_all_ranks_make_all_groups_when_bound(stages: bool, sets: list[tuple[int
         assert rank["in_step"] == []
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_a_rounded_momentum(dtype: str) -> None:
-    """Random numbers belong to the slices, so the rounding is another one."""
-    how = {"stage": 3, "clip": 0.0}
-    alone, _ = run(train, 2, owners=1, params=MOMENTA[dtype]["params"], **how)[0]
-    for update, _ in run(train, 2, owners=2, params=MOMENTA[dtype]["params"] | {"owners_per_matrix": 2}, **how):
-        assert 0 < update_error(update, alone) <= 0.05
-
-
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
-def test_matrices_that_tensor_parallelism_cut(stage: int) -> None:
-    """Two ranks have a part of each, and each orthogonalizes a slice of each."""
-    optimizers = [{"type": "Muon", "params": PARAMS | {"owners_per_matrix": n}} for n in (1, 2)]
-    net = {name: p.detach() for name, p in tensor_parallel.model("llama").named_parameters()}
-    alone, several = (
-        run(tensor_parallel.train, 2, name="llama", tp=2, steps=1, stage=stage, optimizer=optimizer)[0]
-        for optimizer in optimizers
-    )
-    for name, initial in net.items():
-        assert (several[name] - alone[name]).norm() <= 1e-5 * (alone[name] - initial).norm(), name
-    assert any(not torch.equal(several[name], alone[name]) for name in net)
-
-
 def record(folder: str, owners: int) -> None:
     section = sections(folder, 1, {"owners_per_matrix": owners})
     engine = make_engine(FixedGradients(SHAPES), ds_config(stage=3, clip=0.0, **section))
@@ -224,69 +207,54 @@ def test_records_are_those_of_whole_matrices(tmp_path: Path) -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def save_and_go_on(
-    folder: str, owners: int, read: Callable[[Any], dict[str, Tensor]], **config: Any
-) -> dict[str, Tensor]:
-    """What is read after the step that follows the save."""
-    engine = engine_with(owners, **config)
+def save_and_go_on(folder: str, owners: int) -> dict[str, Tensor]:
+    """The weights and state after the step that follows the save."""
+    engine = engine_with(owners, stage=3, clip=0.0)
     step(engine, 0)
     engine.save_checkpoint(folder, tag="saved")
     step(engine, 1)
-    found = read(engine)
+    found = snapshot(engine)
     engine.destroy()
     return found
 
 
-def weights_elsewhere(folder: str, **config: Any) -> tuple[dict[str, Tensor], dict[int, int]]:
-    """The step after the universal checkpoint, on any number of ranks."""
-    engine = engine_with(None, seed=1, checkpoint={"load_universal": True}, **config)
-    assert engine.load_checkpoint(folder, tag="universal")[0] is not None
-    step(engine, 1)
-    found = fp32_weights(engine), dict(Counter(n for plan in engine.basic_optimizer.plans for n in plan.of_all.counts))
-    engine.destroy()
-    return found
-
-
-def resume(folder: str, owners: int | None, **config: Any) -> tuple[dict[str, Tensor], dict[int, int]]:
-    engine = engine_with(owners, seed=1, **config)
-    assert engine.load_checkpoint(folder)[0] is not None
+def load_and_go_on(folder: str, owners: int | None, tag: str) -> tuple[dict[str, Tensor], dict[int, int]]:
+    """The same of a run of other weights that loads it; how many matrices have how many owners."""
+    checkpoint = {"load_universal": tag == "universal"}
+    engine = engine_with(owners, seed=1, stage=3, clip=0.0, checkpoint=checkpoint)
+    assert engine.load_checkpoint(folder, tag=tag)[0] is not None
     step(engine, 1)
     found = snapshot(engine), dict(Counter(n for plan in engine.basic_optimizer.plans for n in plan.of_all.counts))
     engine.destroy()
     return found
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
-def test_a_resumed_run_keeps_its_owners_and_bits(stage: int, tmp_path: Path) -> None:
-    """Also where the config leaves their number open."""
-    how = {"folder": str(tmp_path), "stage": stage, "clip": 0.0}
-    expected = run(save_and_go_on, 2, owners=2, read=snapshot, **how)
-    for owners in (2, None):
-        for wanted, (got, counts) in zip(expected, run(resume, 2, owners=owners, **how), strict=True):
-            assert counts == {2: 5, 1: 1}
-            assert differing(wanted, got) == []
+TWO, ONE = {2: 5, 1: 1}, {1: 6}
 
 
-@pytest.mark.parametrize("owners", [(2, 1), (1, 2)], ids=str)
-def test_a_resumed_run_may_have_other_owners(owners: tuple[int, int], tmp_path: Path) -> None:
-    how = {"folder": str(tmp_path), "stage": 3, "clip": 0.0}
-    expected = run(save_and_go_on, 2, owners=owners[0], read=snapshot, **how)
-    for wanted, (got, counts) in zip(expected, run(resume, 2, owners=owners[1], **how), strict=True):
-        assert counts == ({2: 5, 1: 1} if owners[1] == 2 else {1: 6})
+@pytest.mark.parametrize(("saved", "loaded", "counts"), [(2, None, TWO), (2, 1, ONE), (1, 2, TWO)])
+def test_a_resumed_run_keeps_its_owners_and_bits_or_has_those_of_the_config(
+    saved: int, loaded: int | None, counts: dict[int, int], tmp_path: Path
+) -> None:
+    expected = run(save_and_go_on, 2, owners=saved, folder=str(tmp_path))
+    for wanted, (got, found) in zip(
+        expected, run(load_and_go_on, 2, owners=loaded, folder=str(tmp_path), tag="saved"), strict=True
+    ):
+        assert found == counts
+        assert loaded or differing(wanted, got) == []
         for name in wanted:
             torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_a_run_goes_on_at_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_at_other_numbers_of_ranks(tmp_path: Path) -> None:
     """Two owners stay two where they fit the ranks."""
-    expected = run(save_and_go_on, 2, owners=2, read=fp32_weights, folder=str(tmp_path), stage=stage, clip=0.0)[0]
+    expected = run(save_and_go_on, 2, owners=2, folder=str(tmp_path))[0]
     convert(tmp_path)
-    for world, counts in ((4, {2: 5, 1: 1}), (3, {1: 6})):
-        for got, found in run(weights_elsewhere, world, folder=str(tmp_path), stage=stage, clip=0.0):
+    for world, counts in ((4, TWO), (3, ONE)):
+        for got, found in run(load_and_go_on, world, owners=None, folder=str(tmp_path), tag="universal"):
             assert found == counts
-            for name, weight in expected.items():
-                torch.testing.assert_close(got[name], weight, rtol=1e-4, atol=1e-6)
+            for name in (name for name in expected if name.startswith("weight")):
+                torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------
