@@ -101,6 +101,11 @@ def test_coefficients_and_methods_equal_the_oracle(coefficients: Any, method: st
         assert change_error(reference.initial[name], weight, reference.weights[name]) <= 1e-3, name
 
 
+def test_parameters_of_another_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="are not parameters of model="):
+        MuonWithAuxAdam([nn.Parameter(torch.zeros(3, 3))], model=MODELS["mlp"]())
+
+
 def test_a_group_cannot_be_added_later() -> None:
     """It would be neither routed nor planned."""
     model = MODELS["frozen"]()

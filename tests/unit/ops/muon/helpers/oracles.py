@@ -56,12 +56,6 @@ def newton_schulz_fp64(
     return x.T if tall else x
 
 
-def msign_svd(matrix: Tensor) -> Tensor:
-    """Return U V' of the singular value decomposition U S V' of `matrix` (rows, columns), in float64."""
-    u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    return u @ vh
-
-
 @dataclass(frozen=True)
 class OracleConfig:
     """Hyperparameters; `schedule(step)` is a factor of both learning rates, `clip` 0 turns clipping off.

@@ -15,6 +15,7 @@ from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import global_plan
 from helpers.distributed import run
 from helpers.forecasts import check_against_the_engine, forecast
+from helpers.logs import logged_at_start
 from helpers.models import MODELS, train_engine
 from helpers.plans import COST, counted_cost, make_plan, specs
 from helpers.training import ds_config, fp32_weights, make_engine
@@ -115,3 +116,11 @@ def test_the_forecast_is_what_the_engine_binds(world: int, monkeypatch: pytest.M
     _, (cost,) = forecast("broad", Layout(0, world))
     assert sum(cost.sent_bytes) == world * cost.least_bytes > 0
     assert cost.collectives == len(set(cost.plan.owners)) > cost.rounds == 1
+
+
+def test_the_line_of_log_says_who_does_the_work() -> None:
+    for widths, who in (
+        ((96, 96, 96, 96), "share Newton-Schulz"),
+        ((7, 9, 5, 8), "each of which orthogonalizes everything"),
+    ):
+        assert who in run(logged_at_start, 2, stage=0, widths=widths)[0][0][1]
