@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,34 +114,30 @@ def test_a_bad_step_leaves_no_trace() -> None:
         assert differing(got, expected) == []
 
 
-def save_and_go_on(folder: str, normuon: bool) -> dict[str, Tensor]:
+def around_a_save(folder: str, normuon: bool, loads: bool) -> dict[str, Tensor]:
+    """Save between two steps, or load in another run; one rank writes the file."""
     net, optimizer = build(normuon=normuon)
-    for step in range(2):
+    for step in (9,) if loads else (0, 1):
         one_step(net, optimizer, step)
-    with optimizer.whole_state():
-        saved = {"model": inner(net).state_dict(), "optimizer": optimizer.state_dict()}
-    if dist.get_rank() == 0:
-        torch.save(saved, f"{folder}/saved.pt")
-    one_step(net, optimizer, 2)
-    return held(net, optimizer)
-
-
-def resume(folder: str, normuon: bool) -> dict[str, Tensor]:
-    net, optimizer = build(normuon=normuon)
-    one_step(net, optimizer, 9)
-    saved = torch.load(f"{folder}/saved.pt")
-    inner(net).load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
+    if loads:
+        saved = torch.load(f"{folder}/saved.pt")
+        inner(net).load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    else:
+        with optimizer.whole_state():
+            saved = {"model": inner(net).state_dict(), "optimizer": optimizer.state_dict()}
+        if dist.get_rank() == 0:
+            torch.save(saved, f"{folder}/saved.pt")
     one_step(net, optimizer, 2)
     return held(net, optimizer)
 
 
 @pytest.mark.parametrize("normuon", [pytest.param(False, marks=pytest.mark.full), True])
 def test_resume_is_exact(normuon: bool, tmp_path: Path) -> None:
-    """From the file that one rank has written; NorMuon's moments are with the owners."""
-    expected = run(save_and_go_on, 2, folder=str(tmp_path), normuon=normuon)
-    for got, wanted in zip(run(resume, 2, folder=str(tmp_path), normuon=normuon), expected, strict=True):
-        assert differing(got, wanted) == []
+    """NorMuon's moments are with the owners."""
+    run_of = {"folder": str(tmp_path), "normuon": normuon}
+    pairs = zip(*(run(around_a_save, 2, loads=loads, **run_of) for loads in (False, True)), strict=True)
+    assert all(differing(got, expected) == [] for got, expected in pairs)
 
 
 def disagree() -> str:
@@ -233,22 +230,22 @@ def test_a_script_needs_nothing_of_deepspeed(tmp_path: Path) -> None:
 # ---- FSDP ---------------------------------------------------------------------------------------------------
 
 
-def refused(kind: str) -> str:
-    net: nn.Module = MODELS["wide"]()
-    if kind == "fully_shard":
-        from torch.distributed.fsdp import fully_shard
+def refused() -> list[str]:
+    """The errors for a model in FSDP's first form, with and without the original parameters, and in its second."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-        fully_shard(net)
-    else:
-        from torch.distributed.fsdp import FullyShardedDataParallel
+    wrap = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    nets = [wrap(MODELS["wide"](), use_orig_params=original) for original in (True, False)]
+    fully_shard(second := MODELS["wide"]())
+    texts = []
+    for net in (*nets, second):
+        with pytest.raises(UnsupportedError) as error:
+            MuonWithAuxAdam(net.parameters(), model=net, **PARAMS)
+        texts.append(str(error.value))
+    return texts
 
-        net = FullyShardedDataParallel(net, use_orig_params=kind == "orig", device_id=torch.device("cpu"))
-    with pytest.raises(UnsupportedError) as error:
-        MuonWithAuxAdam(net.parameters(), model=net, **PARAMS)
-    return str(error.value)
 
-
-@pytest.mark.parametrize(("kind", "name"), [("flat", "FullySharded"), ("orig", "FullySharded"), ("fully_shard",) * 2])
-def test_fsdp_is_refused_in_words_that_name_stage_3(kind: str, name: str) -> None:
-    for text in run(refused, 2, fresh=True, kind=kind):
-        assert f"but {name}" in text and '"zero_optimization": {"stage": 3}' in text
+def test_fsdp_is_refused_in_words_that_name_stage_3() -> None:
+    for texts in run(refused, 2, fresh=True):
+        for text, name in zip(texts, ("FullySharded", "FullySharded", "fully_shard"), strict=True):
+            assert f"but {name}" in text and '"zero_optimization": {"stage": 3}' in text

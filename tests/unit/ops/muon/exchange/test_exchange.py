@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange over several buckets, also of shards on the host, and the agreement of the ranks."""
+"""The exchange over several buckets, also of shards on the host; several owners of a matrix; agreement of the ranks."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,12 +15,17 @@ from packaging.version import Version
 from torch import Tensor
 
 from deepspeed.muon.errors import DisagreementError
-from deepspeed.muon.exchange.exchange import BucketBuffers
 from deepspeed.muon.exchange.host_staging import Staging
+from deepspeed.muon.exchange.owner_set import OwnerSet, set_of
+from deepspeed.muon.kernels.selection import product_tables, unavailable_kernels
+from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, orthogonalize
 from deepspeed.muon.zero.consensus import agree, differences
 from helpers.distributed import RankError, run
-from helpers.jobs import random_job
-from helpers.plans import spread
+from helpers.kernels import relative
+from helpers.oracles import newton_schulz_fp64
 from helpers.training import train_on_gradients, with_params
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
@@ -72,28 +79,6 @@ def in_small_buckets(
         patch.setattr(optimizer, "Exchange", exchange)
         trained = train_on_gradients(SHAPES * 2, 3, optimizer=with_params(bucket_bytes=bucket_bytes), **config)
     return trained, len(plans[-1].buckets), plans[-1].slots(travels=plans[-1].world_size > 1)
-
-
-@pytest.mark.parametrize("first", range(0, 60, 20))
-def test_unpacking_moves_element_by_element(first: int) -> None:
-    """Strided copies between numbered tensors against plain indexing; packing is the same the other way."""
-    parts = [part for seed in range(first, first + 20) for part in random_job(seed)[1] if not part.copied]
-    buckets = [bucket for part in parts for view in part.views for bucket in view.buckets if not bucket.only_results]
-    for bucket in buckets:
-        inbox, matrices = torch.arange(1, 1 + sum(bucket.receive_counts)), torch.zeros(bucket.matrix_elements).long()
-        pairs = [pair for copy in bucket.received for pair in spread(copy)]
-        if (start := bucket.received_at) is not None:
-            assert all(place == start + at for place, at in pairs), "elements arrive where they belong"
-            continue
-        expected = matrices.clone()
-        for place, at in pairs:
-            expected[place] = inbox[at]
-        buffers = BucketBuffers(bucket, index=0, count=1, matrices=matrices, outbox=torch.empty(0), inbox=inbox)
-        buffers.unpack()
-        assert matrices.equal(expected)
-        buffers.inbox = torch.zeros_like(inbox)
-        buffers.pack()
-        assert buffers.inbox.equal(inbox)
 
 
 @pytest.mark.skipif(
@@ -253,3 +238,81 @@ def test_an_exception_in_a_step_ends_the_others_with_its_words(stage: int, rank:
     text = rf"ended with code 1(.|\n)*another rank failed: rank {rank}: TypeError: a matrix of one"
     with pytest.raises(RankError, match=text):
         run(raise_in_a_step, 2, fresh=True, timeout=40, stage=stage, rank=rank)
+
+
+# ---- several owners of a matrix ----------------------------------------------------------------------------
+
+
+#: Wide, tall, square: several in a batch, of whose entries one rank has far larger ones than the others.
+BATCHES = [(8, 24, 96), (8, 96, 24), (8, 48, 48)]
+STEPS = schedule("simple")
+
+
+def mean_error(results: torch.Tensor, exact: torch.Tensor) -> float:
+    """Over the matrices of a batch."""
+    return fmean(map(relative, results, exact))
+
+
+def errors(table: Operations, dtype: str, method: str, shape: tuple[int, int, int]) -> tuple[float, float]:
+    """Of all ranks together and of one alone, relative to the exact polynomial."""
+    import torch.distributed as dist
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, 1, shape[2])
+    axis = 1 + int(shape[1] <= shape[2])
+    how: dict[str, Any] = {"method": method, "dtype": DTYPES[dtype], "gram_axis": 2 - axis}
+    owners = OwnerSet(set_of(dist.group.WORLD, world), world, lambda kind, tensor, launch: launch().wait())
+    mine = x.chunk(world, dim=axis)[rank].clone(memory_format=torch.contiguous_format)
+    orthogonalize(mine, STEPS, work=Workspace(), kernels=owners.operations(table), **how)
+    parts = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(parts, mine)
+    exact = torch.stack([newton_schulz_fp64(matrix, STEPS) for matrix in x])
+    alone = orthogonalize(x.clone(), STEPS, kernels=table, **how)
+    return mean_error(torch.cat(parts, dim=axis), exact), mean_error(alone, exact)
+
+
+def all_errors(dtype: str) -> dict[str, tuple[float, float]]:
+    tables = product_tables(unavailable_kernels("auto", ["cpu"]), "cpu")
+    return {
+        f"{name} {method} {shape}": errors(tables[name], dtype, method, shape)
+        for name, method, shape in itertools.product(tables, METHODS, BATCHES)
+    }
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_are_as_exact_as_the_whole(dtype: str, world: int) -> None:
+    """Two owners compute the products of small matrices whole, four share them. A sum is rounded once more."""
+    for case, (of_slices, of_whole) in run(all_errors, world, dtype=dtype)[0].items():
+        most = {"fp32": 1e-5, "bf16": 1.5 * of_whole, "fp16": 1.6 * of_whole}[dtype]
+        assert of_slices <= most, (case, of_whole)
+
+
+def with_unlike_threads() -> list[tuple[int, ...]]:
+    """The shapes of the sums that a rank sends, whose number of threads is its own."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(4 * dist.get_rank() + 1)
+    sent: list[tuple[int, ...]] = []
+    original = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tuple(tensor.shape))
+        return original(torch.zeros(1), *args, **options)  # unlike sizes would end the process
+
+    dist.all_reduce = all_reduce
+    try:
+        owners = OwnerSet(dist.group.WORLD, 2, lambda kind, tensor, launch: launch().wait())
+        kernels = owners.operations(product_tables(unavailable_kernels("torch", ["cpu"]), "cpu")["torch"])
+        orthogonalize(torch.randn(3, 512, 1024), STEPS[:1], kernels=kernels, gram_axis=0)
+    finally:
+        dist.all_reduce = original
+        torch.set_num_threads(1)
+    return sent
+
+
+def test_unlike_numbers_of_threads_send_alike() -> None:
+    """They decide how many matrices a rank orthogonalizes at a time, unless others have slices of them."""
+    first, second = run(with_unlike_threads, 2, fresh=True)
+    assert len(first) == 3 and first == second

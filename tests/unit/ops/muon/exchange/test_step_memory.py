@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of the step: the predicted peak, and nothing allocated after the first steps."""
 
-import dataclasses
 import gc
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,30 +88,19 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
     """Of this rank's first step, where the CPU plays a device: predicted bytes, the most alive, slots."""
     from deepspeed.muon.step import binding
 
-    originals = binding.cost_model, workspace.is_accelerator
-
-    def cost_model(*args: Any) -> Any:
-        return dataclasses.replace(originals[0](*args), device_type=device_type)
-
-    binding.cost_model = cost_model
-    workspace.is_accelerator = lambda device: device_type != "cpu"
-    try:
+    original = binding.cost_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "cost_model", lambda *args: replace(original(*args), device_type=device_type))
+        patch.setattr(workspace, "is_accelerator", lambda device: device_type != "cpu")
         engine, step = engine_on(shapes, optimizer=with_params(**params), **config)
         mode, optimizer = watched_step(engine, step), engine.basic_optimizer
-    finally:
-        binding.cost_model, workspace.is_accelerator = originals
     wire, is_plain = optimizer.config.wire, optimizer.context.kernels.name == "torch"
     expected = Memory(wire=wire, dtype=optimizer.choice.dtype, device_type="cpu", plain=is_plain)
-    if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not
-        module.batch_limit = lambda numel, small, itemsize, accelerator: workspace.batch_limit(
-            numel, small, itemsize, True
-        )
-    try:
-        found = peak(
-            (demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._steps.values()), expected
-        )
-    finally:
-        module.batch_limit = workspace.batch_limit
+    demands = [demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._steps.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not
+            patch.setattr(module, "batch_limit", lambda *sizes: workspace.batch_limit(*sizes[:-1], True))
+        found = peak(demands, expected)
     plan = optimizer.plans[0]
     engine.destroy()
     return found.total, mode.peak, plan.of_all.slots(plan.travels(staged=False)), found.exchange
@@ -188,9 +177,9 @@ def released(cases: list[dict[str, Any]], accelerator: bool) -> list[list[tuple[
 
     The CPU plays an accelerator or itself.
     """
-    original, results = workspace.is_accelerator, []
-    workspace.is_accelerator = lambda device: accelerator
-    try:
+    results: list[list[tuple[int, int, int]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "is_accelerator", lambda device: accelerator)
         for case in cases:
             engine, step = engine_on([(64, 64), (128, 64), (64, 128)], **case)
             work = engine.basic_optimizer.workspace = Watched()
@@ -201,8 +190,6 @@ def released(cases: list[dict[str, Any]], accelerator: bool) -> list[list[tuple[
                 step()
                 results[-1].append((work.peak, work.nbytes(), work.releases))
             engine.destroy()
-    finally:
-        workspace.is_accelerator = original
     return results
 
 

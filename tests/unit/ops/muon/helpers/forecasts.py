@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast.layout import ABSMAX_BYTES, Layout, StepCost, StepPart, halves_of, lay_out, step_cost
@@ -21,12 +22,28 @@ def cost_of(ns_method: str) -> CostModel:
     return counted_cost(ns_method, STEPS, "fp32", ITEMSIZE, "cpu")
 
 
+def built(model: str) -> nn.Module:
+    """Return a model by its name, or of a config file of transformers."""
+    if model in MODELS:
+        return MODELS[model]()
+    import transformers
+
+    settings = transformers.AutoConfig.from_pretrained(model)
+    is_causal = type(settings) in transformers.AutoModelForCausalLM._model_mapping
+    kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+    return kind.from_config(settings).float()
+
+
 def bound(model: str, **config: Any) -> dict[str, Any]:
     """Return what an engine has planned on this rank."""
-    engine = make_engine(MODELS[model](), ds_config(**config))
+    engine = make_engine(built(model), ds_config(**config))
     optimizer = engine.basic_optimizer
     itemsize = optimizer.exchange.dtype.itemsize
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    owners: dict[str, set[int]] = {}
+    for plan, partition in zip(optimizer.plans, optimizer.partitions, strict=True):
+        for block, owner in zip(partition.blocks, plan.of_all.owners, strict=True):
+            owners.setdefault(block.shard.spec.name, set()).add(owner)
     facts = {
         "digests": [plan.of_all.digest for plan in optimizer.plans],
         "owners": [plan.of_all.owners for plan in optimizer.plans],
@@ -34,6 +51,16 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
         "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
         "state": sum(tensor.nbytes for tensor in (*states, *optimizer.second_moments.by_name.values())),
         "wrapper": type(engine.optimizer).__name__,
+        "routes": {
+            spec.name: {
+                "shape": list(spec.shape),
+                "rule": "Muon" if spec.use_muon else "AdamW",
+                "blocks": len(spec.blocks),
+                "owners": sorted(owners.get(spec.name, ())),
+            }
+            for spec in optimizer.specs.values()
+        },
+        "reasons": {spec.name: spec.reason for spec in optimizer.specs.values()},
     }
     engine.destroy()
     return facts
@@ -51,13 +78,8 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
     state = sum(part.state_bytes for part in parts)
     for rank, facts in enumerate(live):
         plans = [
-            make_plan(
-                part.shards,
-                rank % part.world_size,
-                part.world_size,
-                counted_cost(method, STEPS, "fp32", ITEMSIZE, "cpu"),
-            )
-            for part, method in ((cost.part, cost.part.half.ns_method) for cost in costs)
+            make_plan(part.shards, rank % part.world_size, part.world_size, cost_of(part.half.ns_method))
+            for part in (cost.part for cost in costs)
         ]
         assert [plan.of_all.digest for plan in plans] == facts["digests"]
         assert [cost.plan.owners for cost in costs] == facts["owners"]

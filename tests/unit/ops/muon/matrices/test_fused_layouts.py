@@ -170,23 +170,24 @@ def test_linear_attention(kind: str, name: str, split: str) -> None:
     assert outputs(spec, model) == [part for part in parts if part]
 
 
-def test_step_sizes_and_decays_of_linear_attention() -> None:
-    """The first token writes what comes after it, and decays nothing, as nothing came before it."""
-    model = filled(lambda: hybrid("Qwen3NextConfig", "linear"))
-    spec, path = spec_of(model, "in_proj_ba")
-    assert spec.split == "2 x 2 rows in 2 groups, step sizes and decays by muon_fused"
-    steps = reached(model, path, 2)
-    assert outputs(spec, model) == [steps, frozenset(range(8)) - steps]
+GATES = "2 x 8 rows in 4 groups, queries and gates by muon_fused"
+STEPS = "2 x 2 rows in 2 groups, step sizes and decays by muon_fused"
+BY_HEAD = [
+    ("Qwen3NextConfig", "linear", "in_proj_ba", STEPS, 2),
+    ("Qwen3NextConfig", "full", "q_proj", GATES, 1),
+    ("Qwen3_5TextConfig", "full", "q_proj", GATES, 1),
+]
 
 
-@pytest.mark.parametrize("kind", ["Qwen3NextConfig", "Qwen3_5TextConfig"])
-def test_queries_and_output_gates(kind: str) -> None:
-    """Of one token the query does not matter, and the gate does."""
-    model = filled(lambda: hybrid(kind, "full"))
-    spec, path = spec_of(model, "q_proj")
-    assert spec.split == "2 x 8 rows in 4 groups, queries and gates by muon_fused"
-    gates = reached(model, path, 1)
-    assert outputs(spec, model) == [frozenset(range(64)) - gates, gates]
+@pytest.mark.parametrize(("kind", "layer", "name", "split", "tokens"), BY_HEAD)
+def test_step_sizes_and_decays_queries_and_gates(kind: str, layer: str, name: str, split: str, tokens: int) -> None:
+    """The first token writes what comes after it, and decays nothing. Of one token only the gate matters."""
+    model = filled(lambda: hybrid(kind, layer))
+    spec, path = spec_of(model, name)
+    assert spec.split == split
+    found = reached(model, path, tokens)
+    rest = frozenset(range(spec.shape[0])) - found
+    assert outputs(spec, model) == ([found, rest] if name == "in_proj_ba" else [rest, found])
 
 
 @pytest.mark.parametrize("kind", GATED)
@@ -330,11 +331,3 @@ def test_stacks_tell_where_their_outputs_lie(make: Make) -> None:
         assert spec.output_axis is not None
         outside = spec.output_axis if "down" in name else 1 - spec.output_axis
         assert spec.shape[1 + outside] == SIZES["hidden_size"] != spec.shape[2 - outside], name
-
-
-def test_where_outputs_of_other_weights_lie() -> None:
-    axes = {name.rpartition("h.0.")[2]: spec.output_axis for name, spec in routes(MODELS["gpt2"]()).items()}
-    assert axes["attn.c_attn.weight"] == axes["mlp.c_fc.weight"] == axes["mlp.c_proj.weight"] == 1
-    model = module(up=linear(8, 24), conv=nn.Conv2d(2, 5, 3), experts=nn.ParameterDict({"w": torch.randn(2, 8, 6)}))
-    found = {name: spec.output_axis for name, spec in routes(model, muon_conv="flatten").items()}
-    assert found == {"up.weight": 0, "conv.weight": 0, "conv.bias": 0, "experts.w": None}

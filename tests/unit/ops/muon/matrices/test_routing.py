@@ -91,9 +91,8 @@ HIDDEN: dict[str, tuple[nn.Module, str]] = {
     "a hidden matrix that is shared": (tied(first=SHARED, second=SHARED, third=linear(8, 8)), "first"),
     "get_output_embeddings: none": (giving(lambda model: None), "hidden unembed"),
     "get_output_embeddings: another": (giving(lambda model: model.hidden), "unembed"),
-    "get_output_embeddings: no module": (giving(lambda model: object()), "hidden unembed"),
     "get_output_embeddings is None": (giving(None), "hidden unembed"),
-    "get_output_embeddings is a name": (giving("hidden"), "hidden unembed"),
+    "wrapped": (module(_orig_mod=module(head=linear(), body=linear())), "_orig_mod.body"),
     "no elements": (module(adapter=nn.Linear(0, 4)), ""),
 }
 

@@ -185,25 +185,6 @@ def test_a_half_that_is_empty_on_purpose_is_not_refused(how: str) -> None:
     assert not optimizer.shapes and optimizer.unused_options == {}
 
 
-class Stage(nn.Module):
-    """One stage of a pipeline of two, as far as the routing looks at it; without matrices."""
-
-    stage_id = 0
-    tied_comms: dict[str, Any] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.tied_modules, self.forward_funcs = nn.LayerNorm(8), nn.ModuleDict(), []
-
-    def num_pipeline_stages(self) -> int:
-        return 2
-
-
-def test_a_stage_without_matrices_leaves_the_verdict_to_all_stages() -> None:
-    """`agree` raises where every stage says so."""
-    assert list(optimizer_of(Stage(), muon_include=["fc"]).unused_options) == ["muon_include fc"]
-
-
 # ---- low-rank adapters --------------------------------------------------------------------------------------
 
 FACTORS = [("lora_A", "lora_B"), ("lora_a", "lora_b"), ("lora_down", "lora_up"), ("lora_weight_1", "lora_weight_2")]
@@ -255,11 +236,3 @@ def test_a_model_of_pefts(kind: str, options: dict[str, Any], whole: dict[str, b
     assert factors == ["LoRA factor of rank 4"] * 4
     saved = {spec.name.split(".")[-4]: spec.use_muon for spec in specs if "modules_to_save" in spec.name}
     assert saved == whole
-
-
-def test_prefixes_of_wrappers_do_not_hide_a_head() -> None:
-    specs = routes(module(_orig_mod=module(head=linear(), body=linear())))
-    assert {name: spec.use_muon for name, spec in specs.items()} == {
-        "_orig_mod.head.weight": False,
-        "_orig_mod.body.weight": True,
-    }

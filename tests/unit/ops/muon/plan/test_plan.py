@@ -52,13 +52,6 @@ def test_the_size_of_a_bucket(total: int, world_size: int, device_type: str, cop
     assert bucket_limit(items, world_size, copies, cost) * cost.bytes_per_element == expected
 
 
-def test_a_small_model_is_cut_into_about_eight_rounds() -> None:
-    """On several ranks the first way there and the last way back hide behind nothing."""
-    items = specs([(512, 512), (512, 1024)] * 22)  # 33 MiB in bf16
-    assert 8 <= len(make_plan(part_layout(items, 2)[0], 0, 2, COST).buckets) <= 10
-    assert len(make_plan(part_layout(items, 1)[0], 0, 1, COST).buckets) == 5
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4, 9])
 @pytest.mark.parametrize("by_part", [True, False])
 def test_a_matrix_alone_in_its_bucket_is_received_where_it_is_orthogonalized(by_part: bool, world_size: int) -> None:
@@ -84,12 +77,6 @@ def test_buckets_in_flight(device_type: str, bucket_bytes: int, slots: int) -> N
     assert plan.of_all.slots(plan.travels(staged=False)) == plan.of_all.slots(True) == slots
     alone = make_plan(part_layout(items, 1)[0], 0, 1, cost, bucket_bytes)
     assert [alone.of_all.slots(alone.travels(staged)) for staged in (False, True)] == [1, slots]
-
-
-def test_equal_shapes_form_one_batch() -> None:
-    shards, _ = part_layout(specs([(8, 4), (4, 8)] * 6), 1)
-    (bucket,) = make_plan(shards, 0, 1, COST).buckets
-    assert sorted((b.rows, b.cols, b.count) for b in bucket.batches) == [(4, 8, 6), (8, 4, 6)]
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 64])
