@@ -99,7 +99,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
     demands = [demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._steps.values()]
     with pytest.MonkeyPatch.context() as patch:
         if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not
-            patch.setattr(module, "batch_limit", lambda *sizes: workspace.batch_limit(*sizes[:-1], True))
+            patch.setattr(module, "batch_limit", lambda *sizes, **kw: workspace.batch_limit(*sizes[:-1], True, **kw))
         found = peak(demands, expected)
     plan = optimizer.plans[0]
     engine.destroy()
