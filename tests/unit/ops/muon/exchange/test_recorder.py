@@ -111,6 +111,7 @@ JOBS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("world", "params", "config"), JOBS, ids=lambda value: str(value))
 def test_a_step_calls_what_its_program_says(world: int, params: dict[str, Any], config: dict[str, Any]) -> None:
     for called, planned in run(recorded_steps, world, params=params, **config):

@@ -36,15 +36,6 @@ def shared() -> nn.Module:
 RULES, TAG = (True, "hidden matrix of Linear", None, False), "set by the user"
 #: Options, tags, and of some parameters: the route, its reason, which option decided, whether against the rules.
 PATTERNS: dict[str, tuple[dict[str, Any], dict[str, bool], dict[str, tuple[bool, str, str | None, bool]]]] = {
-    "exclude takes matrices from Muon": (
-        {"muon_exclude": [r"blocks\.0\.", "qkv"]},
-        {},
-        {
-            "blocks.0.up.weight": (False, r"muon_exclude 'blocks\\.0\\.'", "muon_exclude", True),
-            "blocks.1.qkv.weight": (False, "muon_exclude 'qkv'", "muon_exclude", True),
-            "blocks.1.up.weight": RULES,
-        },
-    ),
     "include brings matrices to Muon": (
         {"muon_include": ["^lm_head", "positions"]},
         {},
@@ -52,6 +43,7 @@ PATTERNS: dict[str, tuple[dict[str, Any], dict[str, bool], dict[str, tuple[bool,
             "lm_head.weight": (True, "muon_include '^lm_head'", "muon_include", True),
             "positions.weight": (True, "muon_include 'positions'", "muon_include", True),
             "tokens.weight": (False, "embedding (Embedding)", None, False),
+            "blocks.1.up.weight": RULES,
         },
     ),
     "include leaves vectors to AdamW and says so": (
