@@ -143,16 +143,10 @@ FILLED: dict[str, Any] = {
     "betas": [0.9, 0.999],
     "eps": 1e-8,
     "weight_decay": 0.01,
-    "warmup_min_lr": 0,
-    "warmup_max_lr": 1e-3,
-    "warmup_num_steps": 2,
-    "total_num_steps": 20,
     "gradient_clipping": 1.0,
-    "reduce_bucket_size": 4096,
-    "stage3_prefetch_bucket_size": 3686,
-    "stage3_param_persistence_threshold": 640,
-    "stages": AUTO,
 }
+FILLED |= {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 2, "total_num_steps": 20}
+FILLED |= {"reduce_bucket_size": 4096, "stage3_prefetch_bucket_size": 3686, "stage3_param_persistence_threshold": 640}
 
 
 def configs() -> dict[str, dict[str, Any]]:
