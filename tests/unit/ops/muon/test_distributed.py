@@ -15,14 +15,6 @@ from helpers.distributed import RankError, end_worn_pools, run
 from helpers.training import train
 
 
-def rank_sum(value: torch.Tensor) -> tuple[int, int, torch.Tensor]:
-    """Rank, world size and the sum over ranks of value + rank, shape of `value`."""
-    total = (value + dist.get_rank()).requires_grad_() * 1
-    with torch.no_grad():
-        dist.all_reduce(total)
-    return dist.get_rank(), dist.get_world_size(), total
-
-
 def pid() -> int:
     return os.getpid()
 
@@ -35,11 +27,6 @@ def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         print("output before the error")
         raise ValueError(f"bad value on rank {rank}")
-
-
-def fail_and_leave_the_others_waiting() -> None:
-    fail_on(0)
-    dist.barrier()
 
 
 def sleep_forever_on(rank: int) -> int:
@@ -93,15 +80,6 @@ def test_process_groups_end_with_the_job() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_results_come_by_rank(world_size: int) -> None:
-    results = run(rank_sum, world_size, value=torch.ones(2))
-    for rank, (their_rank, their_size, total) in enumerate(results):
-        assert (their_rank, their_size) == (rank, world_size)
-        assert total.tolist() == [sum(1 + r for r in range(world_size))] * 2
-        assert not total.requires_grad
-
-
 def test_fresh_pool_has_its_own_processes_and_environment() -> None:
     assert run(variable, 1, fresh=True, env={"MUON_TEST_VARIABLE": "5"}, name="MUON_TEST_VARIABLE") == ["5"]
     assert run(variable, 1, name="MUON_TEST_VARIABLE") == [None]
@@ -118,16 +96,6 @@ def test_exception_reaches_the_parent() -> None:
     assert not set(before) & set(run(pid, 2))
 
 
-@pytest.mark.full
-def test_exception_is_reported_while_the_others_wait() -> None:
-    start = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        run(fail_and_leave_the_others_waiting, 2)
-    assert time.monotonic() - start < 30
-    for text in ("ValueError: bad value on rank 0", "rank 1: was still running", "in barrier"):
-        assert text in str(caught.value)
-
-
 def test_rank_that_sleeps_forever_is_killed_and_the_next_run_works() -> None:
     pids = run(pid, 2)
     with pytest.raises(RankError) as caught:
@@ -137,7 +105,7 @@ def test_rank_that_sleeps_forever_is_killed_and_the_next_run_works() -> None:
     for old in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(old, 0)
-    assert [rank for rank, _, _ in run(rank_sum, 2, value=torch.ones(1))] == [0, 1]
+    assert not set(pids) & set(run(pid, 2))
 
 
 def test_only_locks_of_killed_builds_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
