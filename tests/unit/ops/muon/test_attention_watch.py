@@ -17,8 +17,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam, UnsupportedError
-from deepspeed.muon.math import logits
-from deepspeed.muon.qk_clip import watch
+from deepspeed.muon.qk_clip import logits, watch
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.logits import Visible
 from helpers.language_models import IDS, SMALL
