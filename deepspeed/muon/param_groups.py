@@ -95,7 +95,7 @@ def _halves(
             "the model's current parameters"
         )
     keys = [key for key in group if key not in ("params", "name", "moe")]
-    own = {key: group[key] for key in keys if not is_users(key, group[key])}
+    own = {key: group[key] for key in keys if not is_user_data(key, group[key])}
     users = {key: group[key] for key in keys if key not in own}
     names = users.get("param_names") or ()
     name_of = dict(zip(group["params"], names, strict=True)) if len(names) == len(group["params"]) else {}
@@ -112,7 +112,8 @@ def _halves(
                 users["initial_lr"] = group["initial_lr"] * ratio
             if name_of:
                 users["param_names"] = [name_of[param] for param in half]
-            # By these marks ZeRO finds experts and their process group, so each such group gets its own halves.
+            # ZeRO finds experts and their process group by these keys, so the experts of a process group get their own
+            # halves.
             marks = {"name": experts, "moe": True} if experts else {"name": f"{base}-{label}" if base else label}
             ours = {"lr_ratio": ratio, "use_muon": use_muon, **marks}
             # Muon groups have betas, without effect, because torch's schedulers cycle the betas of every group.
@@ -126,7 +127,7 @@ MISSPELT = 0.8
 OF_HALVES = ("lr_ratio", "use_muon", "ns_choice", "ns_methods", "owner_counts", "matrices", "blocks")
 
 
-def is_users(key: Any, value: Any) -> bool:
+def is_user_data(key: Any, value: Any) -> bool:
     """Return whether a key of a parameter group is the user's own data, such as ``lr_scale``, and not a setting.
 
     Torch's optimizers keep every key that they do not know, and scripts rely on that. A key is not the user's own if

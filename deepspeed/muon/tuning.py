@@ -86,7 +86,7 @@ class Tuning:
                 "" if other == saved.dtype else f'; to use it, set "ns_dtype": "{other}" in optimizer.params',
             )
 
-    def described(self, choice: Choice) -> str:
+    def log_text(self, choice: Choice) -> str:
         """Return a line for the log: ``choice``, and why it was made."""
         recipes = [str(recipe) for recipe in choice.recipes.values()]
         how = ", ".join(f"{recipes.count(one)} of {len(recipes)} shapes by {one}" for one in dict.fromkeys(recipes))
@@ -203,7 +203,7 @@ def measure_rates(
     is_cpu = device.type == "cpu"
     most = CPU_OPERATIONS * torch.get_num_threads() if is_cpu else OPERATIONS
     trial_tables = tables if is_cpu else {TORCH: tables[TORCH]}  # the other tables would have to be compiled
-    trial = _times(
+    trial = _shortest_runs(
         _matrices(shape, count, TRIAL_OPERATIONS if is_cpu else most, device),
         [(dtype, name) for dtype in dtypes for name in trial_tables],
         tables,
@@ -216,7 +216,7 @@ def measure_rates(
     x = _matrices(shape, count, most, device)
     operations = x.size(0) * _operations(x.size(1), x.size(2))
     rates: Rates = {dtype: {} for dtype in dtypes}
-    for (dtype, name), spent in _times(x, entrants, tables, clock).items():
+    for (dtype, name), spent in _shortest_runs(x, entrants, tables, clock).items():
         rates[dtype][name] = operations / spent
     return rates
 
@@ -241,7 +241,7 @@ def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> T
     return x.mul_((3 / cols) ** 0.5)
 
 
-def _times(
+def _shortest_runs(
     x: Tensor, candidates: Collection[Candidate], tables: Mapping[str, Operations], clock: Callable[[], float]
 ) -> dict[Candidate, float]:
     """Return candidate -> seconds of its shortest run on ``x``. Warn about candidates that fail, and leave them out."""

@@ -135,7 +135,7 @@ def _activation() -> dict[str, Any]:
     points = metadata.entry_points(group=ENTRY_GROUP)
     switches = {name: os.environ.get(name) for name in SWITCHES}
     registered = any(point.name == ENTRY_NAME for point in points)
-    # deepspeed_muon.py tests the first variable, `import torch` the second.
+    # deepspeed_muon.py reads the first variable, `import torch` the second.
     automatic = registered and switches[SWITCHES[0]] != "0" and switches[SWITCHES[1]] in (None, "1")
     return {"entry_point_registered": registered, "automatic": automatic, "switches": switches}
 

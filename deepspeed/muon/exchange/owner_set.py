@@ -69,7 +69,7 @@ class OwnerSet:
 
     def _normalize(self, x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
         """Act as :func:`deepspeed.muon.kernels.reference.normalize`, but with the norm of the whole matrix."""
-        sizes = torch.stack([torch.stack(reference.magnitude(matrix)) for matrix in x])
+        sizes = torch.stack([torch.stack(reference.exponent_and_norm(matrix)) for matrix in x])
         found = torch.empty((self.size, x.size(0), 2), dtype=torch.float32, device=x.device)
         self._gather(found, sizes)
         exponents, lengths = found.unbind(-1)

@@ -34,7 +34,8 @@ from deepspeed.muon.qk_clip.query_keys import attention_layers
 FLAT_ALIGNMENT = 2
 #: ``momentum_dtype`` -> bytes of Muon's momentum per element.
 MUON_STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-#: Bytes of AdamW's exp_avg and exp_avg_sq per element, of ``step`` per tensor, of an int8 block's magnitude.
+#: Bytes of AdamW's exp_avg and exp_avg_sq for one element; of ``step`` for one tensor; of the magnitude of one int8
+#: block.
 ADAM_STATE_BYTES, STEP_BYTES, ABSMAX_BYTES = 8, 4, 4
 #: Bytes of NorMuon's second moment per output of a matrix.
 MOMENT_BYTES = 4

@@ -93,7 +93,7 @@ def measure(
     rates = timer.rates(shapes, world_size, seconds)
     spent = sum(rate.count * timer.flops(rate.rows, rate.cols, rate.method) / rate.tflops for rate in rates)
     large, small = (_muon_pass(numel, muon[0], wire, shard_device, kernels) for numel in (LARGE_RUN, SMALL_RUN))
-    # Count the operations of the methods that a forecast assumes, because it divides by this rate.
+    # Count the operations of the methods that a forecast assumes, which divides them by this rate.
     schedule, dtype = candidates.schedule, candidates.default_dtype
     operations = sum(
         count * flops(rows, cols, schedule, counted_method(rows, cols, ns_method, schedule, dtype), dtype)

@@ -155,7 +155,7 @@ class MuonBuilder(CPUOpBuilder):
             )
             built = Path(folder, path.name)
             with built.open("r+b") as file:
-                os.fsync(file.fileno())  # otherwise a machine that stops may leave a name without content
+                os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file
             built.replace(path)
             return module
         finally:
@@ -179,7 +179,7 @@ class MuonBuilder(CPUOpBuilder):
         """Return the module built ahead of time; ``None`` if it does not exist or is for another torch or CPU."""
         try:
             module = importlib.import_module(self.absolute_name())
-        except ImportError:  # not built, or with another torch's symbols
+        except ImportError:  # not built, or built for another torch
             return None
         is_this_torch = module.torch_version == ".".join(torch.__version__.split(".")[:2])
         runs_here = torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Elements of a block.
+#: Number of elements in a block.
 BLOCK = 128
 #: The largest code. In fp32, 1 / 127 times 127 is exactly 1.
 LEVELS = 127

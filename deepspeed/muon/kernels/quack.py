@@ -47,7 +47,7 @@ def operations(other: Operations) -> Operations:
         if not takes_square(x, out):
             return other.square(x, out, work)
         gemm_symmetric(x, x.mT, out=out.rest)
-        reference.separate(x, out)
+        reference.separate_diagonal(x, out)
 
     def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
         if not takes_product(a, b, out):

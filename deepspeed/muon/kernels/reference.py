@@ -18,8 +18,8 @@ from deepspeed.muon.kernels.rounding import Key, noise, round_
 from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles, base_of
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Elements that are processed at a time if temporaries are needed: on a CPU few enough for its cache, elsewhere so many
-#: that launches cost little.
+#: Number of elements that are processed at a time if temporaries are needed: on a CPU they fit in its cache, elsewhere
+#: they are so many that launches cost little.
 CPU_CHUNK, CHUNK = 2**17, 2**21
 
 
@@ -228,16 +228,16 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
         norm: a power of two.
     """
     for matrix, result in zip(x.unbind(0), out.unbind(0), strict=True):
-        _, length = magnitude(matrix)
+        _, length = exponent_and_norm(matrix)
         divisor = torch.where(length == 0, 1.0, length / norm)
-        # CUDA rounds a 0-D divisor to the matrix's dtype, by up to 0.4 %, but not one with dimensions. A CPU does not
-        # round a 0-D divisor, but copies the matrix for one with dimensions, which also makes the quotient fp32.
+        # On CUDA torch rounds a 0-D divisor to the matrix's dtype, by up to 0.4 %, but not a divisor with dimensions.
+        # On a CPU it does not round a 0-D divisor; one with dimensions costs a copy, and makes the quotient fp32.
         is_plain = divisor.device.type == "cpu" and matrix.dtype == result.dtype
         torch.div(matrix, divisor if is_plain else divisor.view(1, 1), out=result)
     return out
 
 
-def magnitude(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def exponent_and_norm(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Divide a matrix, in place, by a power of two, so that its largest entry is near one.
 
     Args:
@@ -263,7 +263,7 @@ def near_one_(matrix: Tensor, dim: int | None = None) -> Tensor:
     """
     low, high = torch.aminmax(matrix, dim=dim, keepdim=dim is not None)
     largest = torch.maximum(high, -low).float()
-    # The exponent of frexp, which not every backend has, from the bits of an fp32; less for zero and subnormal numbers.
+    # frexp's exponent, from the bits of fp32, because not every backend has frexp; less for zero and subnormal numbers.
     exponent = largest.view(torch.int32).bitwise_right_shift(23).sub(126)
     # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
     exponent = exponent.clamp(-126, 126).float()
@@ -280,10 +280,10 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
     """
     torch.bmm(x, x.mT, out=out.rest)
     if not out.is_whole:
-        separate(x, out)
+        separate_diagonal(x, out)
 
 
-def separate(x: Tensor, out: Symmetric) -> None:
+def separate_diagonal(x: Tensor, out: Symmetric) -> None:
     """Set ``out.diagonal`` to the diagonal of X X^T, computed in fp32, and the diagonal of ``out.rest`` to zero."""
     torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
     out.rest.diagonal(dim1=-2, dim2=-1).zero_()

@@ -24,7 +24,7 @@ from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, s
 from deepspeed.muon.kernels.table import Tiles
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Compiler options. It must not fuse anything by itself, because bits must not depend on its version.
+#: Compiler options. The compiler must not fuse operations by itself, because bits must not depend on its version.
 OPTIONS = {"enable_fp_fusion": False}
 #: Elements per program: 16 for each of its 128 threads.
 BLOCK = 2048

@@ -33,8 +33,8 @@ from deepspeed.muon.kernels.table import PLAIN, Scalars, Symmetric, base_of
 from deepspeed.muon.kernels.triton_elementwise import OPTIONS
 from deepspeed.muon.kernels.workspace import Workspace
 
-#: Number of columns of squares whose squares are computed together, row by row, so that shared inputs stay in the L2
-#: cache.
+#: The squares of the triangle are computed in groups of this many columns, row by row, so that inputs that squares
+#: share stay in the L2 cache.
 GROUP = 8
 #: How often the tuner times each configuration.
 TRIALS = 7

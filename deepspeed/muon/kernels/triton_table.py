@@ -15,9 +15,9 @@ from torch import Tensor
 from deepspeed.muon.kernels import probe, reference
 from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric, base_of
 
-#: Symmetric products whose result has at least this many rows are computed as one triangle. Smaller ones have too few
-#: tiles to fill the GPU, and quack's tiles are larger than they are. Above, a timing at start decides;
-#: ``python -m benchmarks gpu`` prints the times.
+#: Symmetric products whose result has at least this many rows are computed as one triangle. Smaller results
+#: have too few tiles to fill the GPU, or are smaller than one of quack's tiles. For larger results a timing at start
+#: decides whether to use these kernels; ``python -m benchmarks gpu`` prints the times.
 SYMMETRIC_FROM = 512
 #: Triton copies 16 bytes at a time, asynchronously, only if sizes are multiples of ``MULTIPLE`` elements and addresses
 #: multiples of ``ADDRESS`` bytes. Otherwise products wait for loads of single elements.

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: Limit of the bytes of matrices and temporaries that a CPU orthogonalizes at a time, so that they stay in its caches
+#: Maximum bytes of the matrices, with temporaries, that a CPU orthogonalizes at a time, so that they stay in its caches
 #: from one product to the next: Newton-Schulz on matrices of 512 x 512 and more takes 5 to 10 % less time.
 CACHED_BYTES = 8 << 20
-#: Limit of the bytes of temporaries of the matrices that an accelerator orthogonalizes at a time, unless a single one
-#: has more: those of four matrices of 2048 x 8192 in bf16, which are enough work to keep it busy.
+#: Maximum bytes of the temporaries of the matrices that an accelerator orthogonalizes at a time, unless a single matrix
+#: needs more. Four matrices of 2048 x 8192 in bf16 need so much, and are enough work to keep it busy.
 BATCH_BYTES = 256 << 20
 
 

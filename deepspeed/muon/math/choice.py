@@ -133,7 +133,7 @@ def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dty
     return by_count([(rows, cols)], schedule, dtype, methods).recipe(rows, cols).method
 
 
-def lowest(rates: Sequence[Rates]) -> Rates:
+def lowest_rates(rates: Sequence[Rates]) -> Rates:
     """Return the lowest rate for each pair of dtype and table that all ranks have timed.
 
     ``rates``: of all ranks, one dict for each.
@@ -154,8 +154,9 @@ def fastest(
     """Choose the dtype and table of kernels with which all matrices of a model take least time.
 
     Return ``None`` if ``rates`` is empty. Times within a factor of ``MARGIN`` count as equal; then the more exact dtype
-    is chosen, and among tables plain PyTorch's, which was timed first. ``rates``: from :func:`lowest`. ``shapes``:
-    (rows, columns) -> number of such matrices in the model. ``methods``: those that may be chosen, the default first.
+    is chosen, and among tables plain PyTorch's, which was timed first. ``rates``: from :func:`lowest_rates`.
+    ``shapes``: (rows, columns) -> number of such matrices in the model. ``methods``: those that may be chosen, the
+    default first.
     """
     best: Choice | None = None
     least = 0.0

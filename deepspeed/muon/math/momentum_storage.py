@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.codes import BLOCK, block_count, decode, encode
 
-#: Keys of a parameter's state: the momentum, or in int8 its codes and the largest magnitude of each block.
+#: Keys of a parameter's state: the momentum; or, in int8, its codes and the largest magnitude of each block.
 MOMENTUM, CODES, ABSMAX = "momentum_buffer", "momentum_codes", "momentum_absmax"
 #: Number of blocks that are converted at a time.
 CHUNK = 2**14

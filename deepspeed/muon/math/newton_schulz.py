@@ -173,24 +173,24 @@ def _gram(
     names = ("gram", "factor", "q") if kernels.in_place else ("gram", "factor", "q", "t")
     r, factor, q, *spares = (symmetric_of(name, x, work) for name in names)
     step = 0
-    # A segment multiplies small matrices, and X only once at its end, which saves wide products. Between segments R is
-    # computed from X again, because rounding lets the small matrices drift away from X.
+    # The steps of a segment multiply small matrices only, and X is multiplied once at its end, which saves products of
+    # wide matrices. Each segment computes R from X again, because rounding lets the small matrices drift away from X.
     for length in lengths:
         kernels.square(x, r, work)
         for i, triple in enumerate(schedule[step : step + length]):
             _polynomial(r, triple, factor, work, kernels)
             for _ in range(2 if i + 1 < length else 0):
-                r = _times(factor, r, spares, work, kernels)
+                r = _product(factor, r, spares, work, kernels)
             if i == 0:
                 q, factor = factor, q
             else:
-                q = _times(factor, q, spares, work, kernels)
+                q = _product(factor, q, spares, work, kernels)
         x, spare = kernels.multiply(q, x, spare, work), x
         step += length
     return x
 
 
-def _times(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
+def _product(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
     """Return A B in a matrix taken from ``spares``, and put B there instead. Without a spare overwrite B."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)

@@ -19,7 +19,7 @@ from deepspeed.muon.exchange.groups import is_made, make_groups
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
-from deepspeed.muon.math.choice import Rates, lowest
+from deepspeed.muon.math.choice import Rates, lowest_rates
 from deepspeed.muon.monitor.recorder import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.owners import neighbours
@@ -133,7 +133,7 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
     methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
 
     def slowest(measure: Callable[[], Rates]) -> Rates:  # in each step all ranks wait for the slowest one
-        return agree(lambda: {"rates": measure()}, lambda facts: lowest([stated["rates"] for stated in facts]))
+        return agree(lambda: {"rates": measure()}, lambda facts: lowest_rates([stated["rates"] for stated in facts]))
 
     return Candidates.from_config(optimizer.config, tables, methods, device, agreed["bf16"]).choose(
         shapes, world_size, agreed["races"], is_logging_rank=optimizer.context.is_logging, slowest=slowest

@@ -109,7 +109,7 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
         *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
         *([f"up to {max(shared)} ranks together orthogonalize each of {len(shared)} matrices"] if shared else ()),
         f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
-        f"Newton-Schulz on {exchange.device.type} in {tuning.described(optimizer.choice)}"
+        f"Newton-Schulz on {exchange.device.type} in {tuning.log_text(optimizer.choice)}"
         + (f", ns_method {', '.join(methods)} in groups that set it" if methods else ""),
     )
 

@@ -21,7 +21,7 @@ from deepspeed.muon.math.choice import (
     choice_from_json,
     counted_method,
     fastest,
-    lowest,
+    lowest_rates,
     seconds,
     shape_key,
     unknown,
@@ -107,11 +107,11 @@ def test_the_slowest_rank_counts() -> None:
         {"fp32": {"torch": 1.0, "C++": 3.0}, "bf16": {"torch": 9.0}},
         {"fp32": {"torch": 2.0, "C++": 0.5}, "bf16": {}},
     ]
-    assert lowest(ranks) == lowest(ranks[::-1]) == {"fp32": {"torch": 1.0, "C++": 0.5}, "bf16": {}}
-    assert lowest(ranks[:1]) == ranks[0]
+    assert lowest_rates(ranks) == lowest_rates(ranks[::-1]) == {"fp32": {"torch": 1.0, "C++": 0.5}, "bf16": {}}
+    assert lowest_rates(ranks[:1]) == ranks[0]
     candidates = Candidates(("fp32", "bf16"), METHODS, {"torch": OPERATIONS}, SIMPLE, torch.device("cpu"))
     for left in ("fp32", "bf16"):
-        found = lowest([{left: {"torch": 1.0}}, {"fp16": {"torch": 1.0}}])
+        found = lowest_rates([{left: {"torch": 1.0}}, {"fp16": {"torch": 1.0}}])
         chosen = candidates.choose(
             {(8, 32): 3}, world_size=1, may_time=True, slowest=lambda measure, found=found: found
         )
