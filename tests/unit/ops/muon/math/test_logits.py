@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.math import logits
+from deepspeed.muon.qk_clip import logits
 from deepspeed.muon.qk_clip.logits import Visible, clip_factors, largest
 
 GENERATOR = torch.Generator().manual_seed(0)
