@@ -77,8 +77,8 @@ PRESETS = {
     "nanochat": Preset(
         _NANOCHAT,
         "github.com/karpathy/nanochat (2026)",
-        "weight decay goes to zero there: set `muon_weight_decay_steps` to the length of the run. One rate for all of "
-        "AdamW, that of its output head. NorMuon's means are those of outputs, not of the longer side",
+        "weight decay goes to zero there: set `muon_weight_decay_steps` to the length of the run. Here AdamW has one "
+        "rate, that of nanochat's output head, and NorMuon has a mean for each output, not along the longer side",
     ),
 }
 

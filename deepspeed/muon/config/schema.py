@@ -36,7 +36,7 @@ class MuonConfig(BaseModel):
     preset: Literal["none", "moonlight", "kimi_k2", "deepseek_v4", "glm5", "nanochat"] = field("none")
     """values for keys that the section does not set, from a published recipe; [more](#presets)"""
     lr: types.Rate | None = field(None, STOCK, "per step")
-    """learning rate of both halves where the two below are not set"""
+    """learning rate of both halves; `muon_lr` and `adam_lr` override it"""
     muon_lr: types.Rate | None = field(None, STOCK, "per step")
     """learning rate of the Muon half; default `lr`, otherwise 0.02"""
     adam_lr: types.Rate | None = field(None, STOCK, "per step")
@@ -44,11 +44,11 @@ class MuonConfig(BaseModel):
     momentum: types.Fraction = field(0.95, STOCK, "per step")
     """decay of Muon's momentum, an exponential average"""
     momentum_start: types.Fraction | None = field(None, "nanochat", "per step")
-    """momentum of the first update; goes linearly to `momentum`; [more](update-rules.md#schedules)"""
+    """momentum of the first update, which changes linearly to `momentum`; [more](update-rules.md#schedules)"""
     momentum_warmup_steps: types.Count = field(300, "nanochat", "steps")
-    """steps from `momentum_start` to `momentum`"""
+    """number of steps from `momentum_start` to `momentum`"""
     momentum_dtype: types.MomentumDtype = field("fp32")
-    """dtype in which the momentum is kept; `bf16`: half the memory, `int8`: a quarter; with stochastic rounding"""
+    """dtype in which the momentum is stored; `bf16` (half the memory) and `int8` (a quarter) are rounded stochastically"""
     nesterov: types.Flag = field(True, TORCH_MUON)
     """orthogonalize Nesterov's look-ahead instead of the momentum"""
     weight_decay: types.Rate = field(0.0, STOCK)
@@ -56,7 +56,7 @@ class MuonConfig(BaseModel):
     muon_weight_decay: types.Rate | None = field(None, KERAS)
     """weight decay of the Muon half; default `weight_decay`"""
     muon_weight_decay_steps: types.Count | None = field(None, "nanochat", "steps")
-    """weight decay of the Muon half goes linearly to zero over so many steps; default: it stays"""
+    """number of steps in which the weight decay of the Muon half falls linearly to zero; default: it is constant"""
     adam_weight_decay: types.Rate | None = field(None, KERAS)
     """weight decay of the AdamW half; default `weight_decay`"""
     cautious_weight_decay: types.Flag = field(False, "arXiv 2510.12402")
@@ -66,45 +66,45 @@ class MuonConfig(BaseModel):
     normuon_beta2: types.Fraction = field(0.95, "arXiv 2510.05491", "per step")
     """decay of NorMuon's running mean"""
     muon_eq: Literal["none", "rows", "columns"] = field("none", "arXiv 2603.28254")
-    """MuonEq: norms made equal before Newton-Schulz; `rows`: one per output; [more](update-rules.md#muoneq-and-muon)"""
+    """MuonEq: which norms are made equal before Newton-Schulz; `rows`: of each output; [more](update-rules.md#muoneq-and-muon)"""
     muon_plus: Literal["none", "rows", "columns", "rows_columns", "columns_rows"] = field("none", "arXiv 2602.21545")
-    """Muon+: norms made equal after Newton-Schulz, in this order; [more](update-rules.md#muoneq-and-muon)"""
+    """Muon+: which norms are made equal after Newton-Schulz, in this order; [more](update-rules.md#muoneq-and-muon)"""
     qk_clip: types.Clip | None = field(None, "arXiv 2507.20534")
     """QK-clip: heads whose attention logits exceed `tau` are scaled back to it; [more](update-rules.md#qk-clip)"""
     muon_include: types.Patterns = field(())
-    """searched in parameter names: matrices that go to Muon even if the rules say AdamW"""
+    """matrices that go to Muon even if the rules say AdamW; the expression is searched in parameter names"""
     muon_exclude: types.Patterns = field(())
-    """searched in parameter names: parameters that go to AdamW; overrides `muon_include`"""
+    """parameters that go to AdamW; the expression is searched in their names, and overrides `muon_include`"""
     muon_split: types.Cuts = field({})
-    """by pattern searched in names: sizes of the matrices a parameter is cut into; [more](update-rules.md#blocks)"""
+    """expression, searched in names -> sizes of the matrices into which a parameter is cut; [more](update-rules.md#blocks)"""
     muon_fused: Literal["split", "whole"] = field("split")
-    """fused queries, keys and values, or gate and up: one matrix each; [more](update-rules.md#blocks)"""
+    """whether fused weights, such as queries, keys and values, are split into matrices; [more](update-rules.md#blocks)"""
     muon_conv: Literal["adamw", "flatten"] = field("adamw")
-    """convolutions: to AdamW, or to Muon as matrices [out, in x kernel]"""
+    """convolutions go to AdamW, or to Muon as matrices [out, in x kernel]"""
     muon_lora: Literal["none", "B", "both"] = field("none")
     """which factors of low-rank adapters go to Muon; the others go to AdamW"""
     adjust_lr_fn: types.Scale = field("auto", TORCH_MUON)
-    """scale of the update by shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)"""
+    """how the update is scaled by the matrix's shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)"""
     rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
     """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
-    """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: the faster by shape"""
+    """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: the faster for each shape"""
     ns_tuning: types.Tuning | None = field(None)
     """deprecated, without effect: whatever is `auto` is measured at start"""
     ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
     """Newton-Schulz steps; default 5, or the schedule's own"""
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
-    """of the Newton-Schulz polynomial"""
+    """coefficients of the Newton-Schulz polynomial"""
     ns_normalization: Literal["frobenius", "aol"] = field("frobenius", "arXiv 2512.04632")
-    """what precedes the iteration: division by the norm, or AOL, row by row; [more](update-rules.md#aol)"""
+    """how a matrix is scaled before the iteration: by its norm, or by AOL, row by row; [more](update-rules.md#aol)"""
     ns_dtype: types.NsDtype = field("auto")
     """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](evidence/choice.md)"""
     wire_dtype: types.WireDtype = field("auto")
-    """dtype of what ranks send each other; `auto`: fp32 where `ns_dtype` is set to fp32, otherwise bf16"""
+    """dtype in which ranks send matrices; `auto`: fp32 if `ns_dtype` is set to fp32, otherwise bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
-    """most bytes of an owner's matrices in one bucket of the exchange; default by device, [more](plan.md#memory)"""
+    """maximum bytes of the matrices sent to one owner at a time; default by device, [more](plan.md#memory)"""
     owners_per_matrix: types.Count | None = field(None, unit="ranks")
-    """ranks that share one matrix's work; default by matrices and ranks, [more](evidence/scaling.md#several-owners)"""
+    """number of ranks that share one matrix's work; default by matrices and ranks, [more](evidence/scaling.md#several-owners)"""
     kernels: Literal["auto", "torch"] = field("auto")
     """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
@@ -120,13 +120,13 @@ class MuonConfig(BaseModel):
     fp32_optimizer_states: types.Yes = field(True, STOCK)
     """AdamW's states are fp32"""
     per_head_muon: types.Flag = field(False, STOCK)
-    """attention: one matrix per head; `muon_split` overrides it"""
+    """attention projections: each head is a matrix of its own; `muon_split` overrides it"""
     tp_mode: Literal["whole", "shard"] = field("whole")
-    """a matrix cut by tensor parallelism: orthogonalized whole, or each rank's shard alone, an approximation"""
+    """matrices split by tensor parallelism: orthogonalized whole, or each shard by itself, an approximation"""
     import_momentum: Literal["first_moment", "zero"] = field("first_moment")
-    """what Muon's momentum starts from when a checkpoint or optimizer of AdamW is imported"""
+    """what Muon's momentum is set to when state of AdamW is imported"""
     monitor_interval: types.Interval = field(10, unit="steps")
-    """steps between records in DeepSpeed's monitor, where one is enabled; 0: no records"""
+    """number of steps between records in DeepSpeed's monitor, if one is enabled; 0: no records"""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> MuonConfig:
