@@ -48,7 +48,7 @@ class MuonConfig(BaseModel):
     momentum_warmup_steps: types.Count = field(300, "nanochat", "steps")
     """number of steps from `momentum_start` to `momentum`"""
     momentum_dtype: types.MomentumDtype = field("fp32")
-    """dtype in which the momentum is stored; `bf16` (half the memory) and `int8` (a quarter) are rounded stochastically"""
+    """dtype of the stored momentum; `bf16` (half the memory) and `int8` (a quarter) are rounded stochastically"""
     nesterov: types.Flag = field(True, TORCH_MUON)
     """orthogonalize Nesterov's look-ahead instead of the momentum"""
     weight_decay: types.Rate = field(0.0, STOCK)
@@ -66,9 +66,9 @@ class MuonConfig(BaseModel):
     normuon_beta2: types.Fraction = field(0.95, "arXiv 2510.05491", "per step")
     """decay of NorMuon's running mean"""
     muon_eq: Literal["none", "rows", "columns"] = field("none", "arXiv 2603.28254")
-    """MuonEq: which norms are made equal before Newton-Schulz; `rows`: of each output; [more](update-rules.md#muoneq-and-muon)"""
+    """MuonEq: norms made equal before Newton-Schulz; `rows`: each output's; [more](update-rules.md#muoneq-and-muon)"""
     muon_plus: Literal["none", "rows", "columns", "rows_columns", "columns_rows"] = field("none", "arXiv 2602.21545")
-    """Muon+: which norms are made equal after Newton-Schulz, in this order; [more](update-rules.md#muoneq-and-muon)"""
+    """Muon+: norms made equal after Newton-Schulz, in this order; [more](update-rules.md#muoneq-and-muon)"""
     qk_clip: types.Clip | None = field(None, "arXiv 2507.20534")
     """QK-clip: heads whose attention logits exceed `tau` are scaled back to it; [more](update-rules.md#qk-clip)"""
     muon_include: types.Patterns = field(())
@@ -76,15 +76,15 @@ class MuonConfig(BaseModel):
     muon_exclude: types.Patterns = field(())
     """parameters that go to AdamW; the expression is searched in their names, and overrides `muon_include`"""
     muon_split: types.Cuts = field({})
-    """expression, searched in names -> sizes of the matrices into which a parameter is cut; [more](update-rules.md#blocks)"""
+    """expression, searched in names -> sizes into which a parameter is cut; [more](update-rules.md#blocks)"""
     muon_fused: Literal["split", "whole"] = field("split")
-    """whether fused weights, such as queries, keys and values, are split into matrices; [more](update-rules.md#blocks)"""
+    """fused weights, such as queries, keys and values: as several matrices or one; [more](update-rules.md#blocks)"""
     muon_conv: Literal["adamw", "flatten"] = field("adamw")
     """convolutions go to AdamW, or to Muon as matrices [out, in x kernel]"""
     muon_lora: Literal["none", "B", "both"] = field("none")
     """which factors of low-rank adapters go to Muon; the others go to AdamW"""
     adjust_lr_fn: types.Scale = field("auto", TORCH_MUON)
-    """how the update is scaled by the matrix's shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)"""
+    """scale of the update for each shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)"""
     rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
     """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
@@ -104,7 +104,7 @@ class MuonConfig(BaseModel):
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """maximum bytes of the matrices sent to one owner at a time; default by device, [more](plan.md#memory)"""
     owners_per_matrix: types.Count | None = field(None, unit="ranks")
-    """number of ranks that share one matrix's work; default by matrices and ranks, [more](evidence/scaling.md#several-owners)"""
+    """number of ranks that share one matrix's work; by default automatic, [more](evidence/scaling.md#several-owners)"""
     kernels: Literal["auto", "torch"] = field("auto")
     """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
