@@ -57,7 +57,3 @@ def reference(x: Tensor, triples: Schedule, normalization: str = "frobenius") ->
     """Return U diag(p(s)) V' in float64 of a normalized batch U diag(s) V'; p composes the polynomials of all steps."""
     u, s, vh = torch.linalg.svd(normalized(x, normalization), full_matrices=False)
     return (u * image(s, triples).unsqueeze(-2)) @ vh
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()

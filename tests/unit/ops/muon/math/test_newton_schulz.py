@@ -14,8 +14,8 @@ from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, NORM, orthogonalize
-from helpers.kernels import native_bf16
-from helpers.singular_values import SCHEDULES, SHAPES, generator, reference, relative_error
+from helpers.kernels import native_bf16, relative
+from helpers.singular_values import SCHEDULES, SHAPES, generator, reference
 
 FASTEST = choose(unavailable_kernels("auto", ["cpu"]))
 KERNELS = {table.name: table for table in (OPERATIONS, FASTEST)}
@@ -37,7 +37,7 @@ def test_fp32_is_the_polynomial_of_singular_values(
         x = torch.randn(shape, generator=generator(0)) * torch.logspace(-1, 1, shape[1])[:, None]
         result = orthogonalize(x.clone(), SCHEDULES[name], method, kernels=kernels, normalization=normalization)
         for found, expected in zip(result, reference(x, SCHEDULES[name], normalization), strict=True):
-            assert relative_error(found, expected) < 1e-4, shape
+            assert relative(found, expected) < 1e-4, shape
 
 
 SIDES = (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65)
@@ -62,7 +62,7 @@ def test_every_shape_in_every_dtype(method: str, kernels: Operations) -> None:
                 bound = max(OF_A_LARGER_ONE[dtype], 3e-3 if wire == torch.bfloat16 else 0.0)
             else:
                 bound = BOUNDS[dtype] + (0.01 if wire == torch.bfloat16 else 0.0)
-            assert relative_error(found, expected) <= bound, (rows, cols, wire, dtype, normalization)
+            assert relative(found, expected) <= bound, (rows, cols, wire, dtype, normalization)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,7 +75,7 @@ def test_a_batch_is_its_matrices_one_by_one(method: str, shape: tuple[int, int, 
     result = orthogonalize(x.clone(), schedule("simple"), method)
     torch.testing.assert_close(result, single, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
     for found, expected in zip(result, reference(x, schedule("simple")), strict=True):
-        assert relative_error(found, expected) < (1e-4 if dtype == torch.float32 else 0.05)
+        assert relative(found, expected) < (1e-4 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
@@ -165,8 +165,8 @@ def bf16_errors(
         expected = reference(x[None], schedule("simple"))[0]
         method = counted_method(*shape, "auto", schedule("simple"), "bf16")
         result = orthogonalize(x.clone()[None], schedule("simple"), method, kernels=kernels)[0]
-        ours += relative_error(result, expected) / seeds
-        torchs += relative_error(_zeropower_via_newtonschulz(x.clone(), SIMPLE, 5, 1e-7), expected) / seeds
+        ours += relative(result, expected) / seeds
+        torchs += relative(_zeropower_via_newtonschulz(x.clone(), SIMPLE, 5, 1e-7), expected) / seeds
     return ours, torchs
 
 
@@ -195,7 +195,7 @@ def test_bf16_is_near_the_definition(shape: tuple[int, int], name: str) -> None:
     """For the schedules that torch does not have; the fp32 tests check their numbers."""
     x = gaussian(*shape, 0).bfloat16()[None]
     method = counted_method(*shape, "auto", schedule("simple"), "bf16")
-    assert relative_error(orthogonalize(x.clone(), schedule(name), method), reference(x, schedule(name))) < 0.03
+    assert relative(orthogonalize(x.clone(), schedule(name), method), reference(x, schedule(name))) < 0.03
 
 
 #: By normalization and dtype, of the spectral norms of the errors: the largest, and the 0.999 quantile. A matrix of
@@ -254,4 +254,4 @@ def test_fp16_does_not_overflow(method: str, shape: tuple[int, int]) -> None:
     for x in (torch.ones(1, *shape), torch.eye(*shape)[None], corner):
         result = orthogonalize(x.clone(), schedule("simple"), method, torch.float16)
         assert result.isfinite().all()
-        assert relative_error(result, reference(x, schedule("simple"))) < 0.03
+        assert relative(result, reference(x, schedule("simple"))) < 0.03

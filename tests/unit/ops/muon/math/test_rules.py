@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for whole matrices against their definitions, row by row in fp64."""
+"""Rules for whole matrices, scales, schedules and measures of a step, against their definitions in fp64."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -9,23 +10,19 @@ import torch
 from torch import nn
 
 from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.rules import Rules, equalize, normuon
-from helpers.kernels import threads
+from deepspeed.muon.math.scale import SCALES, scale_factor, update_rms
+from deepspeed.muon.math.schedules import Schedules
+from deepspeed.muon.monitor import step_stats
+from deepspeed.muon.monitor.step_stats import orthogonality_error, participation_ratio, sums_of_update
+from helpers.kernels import randn, relative, threads
 from helpers.rules import OF_MATRICES, RULES
 
-SHAPES = [(24, 40), (40, 24), (32, 32), (1, 7)]
+SHAPES = [(24, 40), (40, 24), (32, 32), (1, 7), (130, 7)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-def matrix_of(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -38,30 +35,30 @@ def test_rules_equal_their_definitions(rule: str, shape: tuple[int, int], axis: 
     rules, turn = Rules(**params), ((1, 0) if axis else (0, 1))
     moments, memory = [torch.zeros(shape[axis])] if rules.normuon else [], {}
     for step in range(3):
-        matrix = matrix_of(shape, dtype, step)
+        matrix = randn(*shape, seed=step, dtype=dtype)
         wanted = matrix.double().permute(turn)
         rules.apply_before(matrix[None], axis, Workspace())
         wanted = oracle.get("before", lambda x: x)(wanted)
-        assert error(matrix, wanted.permute(turn)) < TOLERANCES[dtype]
+        assert relative(matrix, wanted.permute(turn)) < TOLERANCES[dtype]
         rules.apply_after(matrix[None], axis, moments, Workspace())
         wanted = oracle.get("after", lambda x, memory: x)(wanted, memory)
-        assert error(matrix, wanted.permute(turn)) < 2 * TOLERANCES[dtype]
+        assert relative(matrix, wanted.permute(turn)) < 2 * TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("power", [-130, -100, 0, 100, 125])
 def test_magnitudes_do_not_matter(power: int, dtype: torch.dtype) -> None:
     """Squares would leave the range of fp32; so would those of one row beside another of its own magnitude."""
-    rules, matrix = Rules(muon_eq="rows"), matrix_of((6, 10), dtype)
+    rules, matrix = Rules(muon_eq="rows"), randn(6, 10, dtype=dtype)
     wanted = matrix.clone()
     rules.apply_before(wanted[None], 0, Workspace())
     matrix[::2] = torch.ldexp(matrix[::2].double(), torch.tensor(power)).to(dtype)
     rules.apply_before(matrix[None], 0, Workspace())
-    assert error(matrix, wanted.double()) < (0.2 if power == -130 else TOLERANCES[dtype])
+    assert relative(matrix, wanted.double()) < (0.2 if power == -130 else TOLERANCES[dtype])
 
 
 def test_zeros_stay_zeros() -> None:
-    matrix = matrix_of((6, 10), torch.float32)
+    matrix = randn(6, 10)
     matrix[2] = 0
     for axis in (0, 1):
         equalize(matrix, [axis], Workspace())
@@ -75,7 +72,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 def test_normuon_keeps_the_norm_and_makes_rows_alike() -> None:
-    matrix = matrix_of((8, 64), torch.float32) * torch.arange(1, 9).unsqueeze(1)
+    matrix = randn(8, 64) * torch.arange(1, 9).unsqueeze(1)
     before, moment = matrix.norm(), torch.zeros(8)
     normuon(matrix, 0, moment, 0.95, Workspace())
     torch.testing.assert_close(matrix.norm(), before)
@@ -87,7 +84,7 @@ def test_the_number_of_threads_does_not_matter(axis: int) -> None:
     found = []
     for count in (1, 2, 3):
         with threads(count):
-            matrix, moment = matrix_of((700, 900), torch.float32), torch.zeros((700, 900)[axis])
+            matrix, moment = randn(700, 900), torch.zeros((700, 900)[axis])
             equalize(matrix, [axis], Workspace())
             normuon(matrix, axis, moment, 0.95, Workspace())
             found.append((matrix, moment))
@@ -112,8 +109,117 @@ def test_every_rule_takes_every_shape(dtype: str, momentum_dtype: str) -> None:
         optimizer = MuonWithAuxAdam(net.parameters(), model=net, **section)
         for step in range(2):
             for param in net:
-                generator = torch.Generator().manual_seed(step)
-                param.grad = torch.randn(param.shape, generator=generator)
+                param.grad = randn(*param.shape, seed=step)
             optimizer.step()
         for param in net:
             assert param.isfinite().all() and not torch.equal(param, torch.ones_like(param)), (params, param.shape)
+
+
+# ---- scales and schedules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "original", "rms", "spectral"),
+    [
+        (64, 64, 1.0, 1.6, 1.0),
+        (64, 256, 1.0, 3.2, 0.5),
+        (256, 64, 2.0, 3.2, 2.0),
+        (100, 1, 10.0, 2.0, 10.0),
+        (1, 100, 1.0, 2.0, 0.1),
+        (225, 100, 1.5, 3.0, 1.5),
+        (100, 225, 1.0, 3.0, 2 / 3),
+    ],
+)
+def test_scales(rows: int, cols: int, original: float, rms: float, spectral: float) -> None:
+    expected = {"original": original, "match_rms_adamw": rms, "spectral_unclamped": spectral, "none": 1.0}
+    assert {name: scale_factor(name, rows, cols) for name in SCALES} == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
+def test_scales_are_torchs(name: str, shape: tuple[int, int]) -> None:
+    from torch.optim._muon import _adjust_lr
+
+    assert _adjust_lr(0.1, name, torch.Size(shape)) == pytest.approx(0.1 * scale_factor(name, *shape), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("shape", [(24, 24), (24, 60), (60, 24), (2, 50)])
+def test_update_rms(name: str, shape: tuple[int, int]) -> None:
+    """A matrix whose singular values are all one, scaled, has the RMS that is promised."""
+    u, _, vh = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    scaled = scale_factor(name, *shape) * (u @ vh)
+    assert scaled.square().mean().sqrt().item() == pytest.approx(update_rms(name, *shape), rel=1e-12)
+    assert name != "match_rms_adamw" or update_rms(name, *shape) == pytest.approx(0.2, rel=1e-12)
+
+
+GROUP = {"lr": 0.1, "momentum": 0.95, "weight_decay": 0.2}
+
+
+def test_momentum_goes_linearly_to_that_of_the_group() -> None:
+    for done, momentum in {0: 0.85, 1: 0.875, 2: 0.9, 3: 0.925, 4: 0.95, 5: 0.95, 10**9: 0.95}.items():
+        found = Schedules(momentum_start=0.85, momentum_warmup_steps=4).settings_at(GROUP, done)
+        assert found == GROUP | {"momentum": pytest.approx(momentum)}
+    found = Schedules(momentum_start=0.99, momentum_warmup_steps=2).settings_at(GROUP | {"momentum": 0.9}, 1)
+    assert found["momentum"] == pytest.approx(0.945), "it may fall"
+
+
+def test_weight_decay_goes_linearly_to_zero() -> None:
+    for done, decay in {0: 0.2, 1: 0.15, 2: 0.1, 3: 0.05, 4: 0.0, 5: 0.0, 99: 0.0}.items():
+        found = Schedules(muon_weight_decay_steps=4).settings_at(GROUP, done)
+        assert found == GROUP | {"weight_decay": pytest.approx(decay)}
+
+
+def test_without_schedules_a_group_keeps_its_values() -> None:
+    assert Schedules().settings_at(GROUP, 7) == GROUP and not str(Schedules())
+    text = "momentum from 0.85 over 300 steps, weight decay of the Muon groups to zero over 1000 steps"
+    assert str(Schedules(0.85, 300, 1000)) == text
+
+
+# ---- measures of a step ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the matrices have several."""
+    monkeypatch.setattr(step_stats, "CHUNK", 100)
+    monkeypatch.setattr(reference, "CPU_CHUNK", 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_measures_are_those_of_a_decomposition(shape: tuple[int, int], dtype: torch.dtype, small_chunks: None) -> None:
+    x = randn(*shape, dtype=dtype) / 5
+    before, s = x.clone(), torch.linalg.svdvals(x.double())
+    assert orthogonality_error(x) == pytest.approx(float((s.square() - 1).square().mean().sqrt()), rel=1e-5)
+    assert participation_ratio(x) == pytest.approx(float(s.square().sum() ** 2 / s.pow(4).sum()), rel=1e-5)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e30])
+def test_the_participation_ratio_has_no_scale(scale: float, small_chunks: None) -> None:
+    x = randn(24, 40)
+    assert participation_ratio(x * scale) == pytest.approx(participation_ratio(x), rel=1e-3)
+
+
+def test_what_the_ends_of_the_measures_mean() -> None:
+    orthogonal = torch.linalg.qr(randn(24, 24))[0][:10]
+    assert orthogonality_error(orthogonal) == pytest.approx(0, abs=1e-6)
+    assert orthogonality_error(torch.zeros(5, 7)) == pytest.approx(1)
+    assert participation_ratio(3 * orthogonal) == pytest.approx(10)
+    assert participation_ratio(torch.ones(5, 7)) == pytest.approx(1)
+    assert math.isnan(participation_ratio(torch.zeros(5, 7)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_an_update(dtype: torch.dtype, small_chunks: None) -> None:
+    """Zeros count as weights that decay, and products that underflow keep their sign."""
+    weight, update = randn(512), randn(512, seed=1, dtype=dtype)
+    weight[:4], update[2:6] = 0.0, 0.0
+    weight[6:10], update[6:10] = torch.tensor([1e-30, 1e-30, -1e-30, -1e-30]), torch.tensor([1e-30, -1e-30] * 2)
+    chunks = torch.stack(list(sums_of_update(weight, update, cautious=True)))
+    assert chunks[:, 0].tolist() == [100] * 5 + [12]
+    assert float(chunks[:, 1].square().sum()) == pytest.approx(float(weight.square().sum()), rel=1e-5)
+    assert float(chunks[:, 2].square().sum()) == pytest.approx(float(update.float().square().sum()), rel=1e-5)
+    assert int(chunks[:, 3].sum()) == sum(a.sign() * b.float().sign() >= 0 for a, b in zip(weight, update, strict=True))
+    assert torch.stack(list(sums_of_update(weight, update, cautious=False)))[:, 3].sum() == 0
