@@ -130,11 +130,6 @@ def log_spaced(rows: int, cols: int, seed: int) -> Tensor:
     return (u * torch.logspace(0, -5, rank)) @ v.T
 
 
-def of_rank_8(rows: int, cols: int, seed: int) -> Tensor:
-    gen = generator(seed)
-    return torch.randn(rows, 8, generator=gen) @ torch.randn(8, cols, generator=gen)
-
-
 def recorded(rows: int, cols: int, seed: int) -> Tensor:
     """The gradient of a rows x cols layer of a two-layer MLP after three steps of training."""
     torch.manual_seed(seed)
@@ -174,7 +169,7 @@ SMALL = [(128, 512), (512, 128), (192, 192), (192, 768), (48, 116)]
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("make", [gaussian, log_spaced, of_rank_8, recorded])
+@pytest.mark.parametrize("make", [gaussian, log_spaced, recorded])
 @pytest.mark.parametrize("shape", [*SMALL, pytest.param((512, 2048), marks=pytest.mark.full)])
 def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], make: Callable[[int, int, int], Tensor]) -> None:
     """The products in C++ round once where those in PyTorch round twice.
@@ -206,7 +201,7 @@ ASTRAY = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("method", METHODS[::-1])
