@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from helpers.models import MODELS, fused_parts
 from helpers.oracles import change_cosine, change_error, route, train_oracle
@@ -46,3 +47,8 @@ def assert_parity(weights: dict[str, torch.Tensor], reference: Any, dtype: str =
         assert change_cosine(initial, weights[key], expected) >= 0.9, key
         change, wanted = (weights[key] - initial).norm(), (expected - initial).norm()
         assert 0.85 <= change / wanted <= 1.15, key
+
+
+def update_error(update: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the largest difference between the updates of a matrix, relative to the norm of its reference."""
+    return max(float((update[key] - reference[key]).norm() / reference[key].norm()) for key in reference)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from helpers.distributed import RankError, run
 from helpers.engine_state import differing, snapshot
+from helpers.parity import update_error
 from helpers.records import of_parameters, records, sections
 from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
 from helpers.universal import convert
@@ -108,11 +109,6 @@ def test_equal_to_one_owner(name: str) -> None:
         wanted = [counts[shape] for shape in SHAPES] if counts else [world] * (7 if "blocks" in name else 5) + [1]
         assert found == wanted
         assert 0 < update_error(update, expected) <= (0.05 if "momentum" in name else 1e-5)
-
-
-def update_error(update: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The largest difference between the updates of a matrix, relative to the norm of its reference."""
-    return max(float((update[key] - reference[key]).norm() / reference[key].norm()) for key in reference)
 
 
 def chosen(host: str) -> list[int]:
