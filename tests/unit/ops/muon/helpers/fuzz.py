@@ -5,16 +5,14 @@ import itertools
 import json
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
-import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deepspeed.muon.math.coefficients import NAMED
-from helpers.oracles import OracleConfig, adam_update, clipped, gradients_of, muon_update, newton_schulz_fp64, over_norm
+from helpers.oracles import OracleConfig, newton_schulz_fp64, over_norm, route, train_oracle
 from helpers.rules import almost_orthogonal, muon_plus, normuon, unit_columns, unit_rows
 from helpers.training import BF16_MASTERS
 
@@ -283,18 +281,6 @@ def sample(count: int) -> list[Case]:
     return []
 
 
-def smaller(case: Case) -> list[Case]:
-    """Return, for each of its keys, the case without it; determine anew which keys are wrong."""
-    results = []
-    for section in ("params", "zero"):
-        for key in case["config"][section]:
-            if key != "stage":
-                config = case["config"] | {section: {k: v for k, v in case["config"][section].items() if k != key}}
-                left = [name for name in case["wrong"] if key not in (name, name.split(".")[0])]
-                results.append(case | {"config": config, "wrong": left})
-    return results
-
-
 STOCK_MUON = {"muon_lr", "adam_lr", "momentum"}
 PEERS = {"rms_norm": "match_rms_adamw", "shape_scaling": "original"}
 
@@ -371,39 +357,18 @@ def oracle_config(config: dict[str, Any], ranks: int) -> OracleConfig:
         betas=tuple(params.get("betas", (0.9, 0.95))),
         eps=params.get("eps", 1e-10),
         adam_weight_decay=params.get("adam_weight_decay", decay),
+        decoupled=params.get("adam_w_mode", True),
         clip=config["clip"],
         gradient_factor=ranks if config.get("gradient_allreduce_op") == "sum" else 1,
     )
 
 
-def goes_to_muon(name: str, param: nn.Parameter, params: dict[str, Any]) -> bool:
-    """Return whether Muon gets a parameter: matrices of linear layers, except the exclusions."""
-    patterns = params.get("muon_exclude", [])
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    return param.ndim == 2 and not any(re.search(pattern, name) for pattern in patterns)
-
-
 def train(model: nn.Module, steps: int, config: dict[str, Any], ranks: int) -> dict[str, Tensor]:
     """Train `steps` global batches, each spread over `ranks` ranks; return name -> weight in fp64."""
-    model, cfg, params = model.double(), oracle_config(config, ranks), keys_given(config)
-    decoupled = params.get("adam_w_mode", True)
-    weights = dict(model.named_parameters())
-    moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
-    memories: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
-    for step in range(steps):
-        gradients, _ = clipped(gradients_of(model(*model.batch(step)) * cfg.gradient_factor, weights), cfg.clip)
-        now = replace(cfg, **cfg.varying(step))
-        with torch.no_grad():
-            for name, weight in weights.items():
-                gradient = gradients[name]
-                if goes_to_muon(name, weight, params):
-                    muon_update(weight, gradient, moments[name][0], now.lr, now, memories[name])
-                    continue
-                if not decoupled:
-                    gradient = gradient + cfg.adam_weight_decay * weight
-                    weight /= 1 - cfg.adam_lr * cfg.adam_weight_decay  # undone by adam_update
-                adam_update(weight, gradient, *moments[name], step + 1, cfg.adam_lr, cfg)
-    return {name: weight.detach() for name, weight in weights.items()}
+    patterns = keys_given(config).get("muon_exclude", [])
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    excluded = [name for name, _ in model.named_parameters() if any(re.search(each, name) for each in patterns)]
+    return train_oracle(model, model.batch, steps, route(model, excluded), oracle_config(config, ranks)).weights
 
 
 def is_half(config: dict[str, Any]) -> bool:

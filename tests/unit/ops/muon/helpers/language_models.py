@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, of transformers and others, whose weights are several matrices; `train` finds them by name."""
+"""Models, of transformers and others, whose weights are several matrices."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers import training
 from helpers.models import GLOBAL_BATCH, MODELS, initialize_
 
 VOCAB, TIME, WIDTH = 19, 6, 12
@@ -126,8 +125,3 @@ class Adapters(nn.Module):
 
 
 MODELS.update(layouts=Layouts, deepseek_v3=lambda: Language("deepseek_v3"), adapters=Adapters)
-
-
-def train(**kwargs: Any) -> dict[str, Tensor]:
-    """Call `training.train` after importing this module, which registers its models."""
-    return training.train(**kwargs)

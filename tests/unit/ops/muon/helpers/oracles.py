@@ -63,7 +63,7 @@ class OracleConfig:
     `before` and `after` change what `orthogonalize` is given and what it returns, as matrices of (outputs, inputs);
     `output_axis` is where the outputs of the weights lie. `observe` sees the model and the batch before an update and
     returns what is done after it. `varying` gives the momentum and the weight decay of a step, counted from 0.
-    `gradient_factor` multiplies the gradients before they are clipped.
+    `gradient_factor` multiplies the gradients before they are clipped. Unless `decoupled`, Adam's decay is one of them.
     """
 
     lr: float = 0.02
@@ -80,6 +80,7 @@ class OracleConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     adam_weight_decay: float = 0.0
+    decoupled: bool = True
     clip: float = 0.0
     gradient_factor: float = 1.0
     schedule: Callable[[int], float] = lambda step: 1.0
@@ -157,10 +158,12 @@ def adam_update(
 ) -> None:
     """Step number `count` (from 1) of AdamW on `weight` and its moments `first` and `second`, in place."""
     beta1, beta2 = cfg.betas
+    decay = cfg.adam_weight_decay if cfg.decoupled else 0.0
+    gradient = gradient if cfg.decoupled else gradient + cfg.adam_weight_decay * weight
     first.copy_(beta1 * first + (1 - beta1) * gradient)
     second.copy_(beta2 * second + (1 - beta2) * gradient.square())
     denominator = (second / (1 - beta2**count)).sqrt() + cfg.eps
-    weight.mul_(1 - lr * cfg.adam_weight_decay)
+    weight.mul_(1 - lr * decay)
     weight.sub_(lr * first / (1 - beta1**count) / denominator)
 
 

@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.models import GLOBAL_BATCH, Block, TinyGpt, fused_parts, make_batch
-from helpers.oracles import route, train_oracle
-from helpers.parity import HALVES, STEPS, assert_parity
-from helpers.training import FP32_GRADIENTS, ORACLE, ds_config, fp32_weights, make_engine, steps_done
+from helpers.models import GLOBAL_BATCH, Block, TinyGpt, make_batch
+from helpers.training import ds_config, fp32_weights
 
 VOCAB, WIDTH, TIME = 19, 12, 6
 TIED = "embed"
@@ -23,11 +20,6 @@ TIED = "embed"
 SHARED = f"tied_modules.{TIED}.weight"
 #: Beginnings of names of parameters that do not go to Muon: embeddings, positions, and the head, which comes last.
 ADAM = {"tied": ["tied_modules", "1."], "untied": ["0.", "1.", "5."], "late": ["0.", "1.", "5."], "mlp": ["8."]}
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"dtype": "bf16"},
-    "BF16_Optimizer": {"dtype": "bf16", **FP32_GRADIENTS},
-}
 
 
 def _like_head(module: nn.Module, hidden: Tensor) -> Tensor:
@@ -213,41 +205,8 @@ def shares(name: str, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]
         yield (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
 
 
-def train_pipeline(
-    name: str, stages: int = 2, steps: int = 5, options: dict[str, Any] | None = None, **config: Any
-) -> tuple[dict[str, Tensor], list[float]]:
-    """Train; return (name -> this rank's master weight, gradient norm of each step)."""
-    norms = []
-    engine = make_engine(make_pipeline(name, stages, **(options or {})), pipeline_config(stages, **config))
-    for step in range(steps):
-        done = steps_done(engine)
-        engine.train_batch(shares(name, engine, step))
-        while steps_done(engine) == done:  # skipped, until the loss scale fits
-            engine.train_batch(shares(name, engine, step))
-        norms.append(float(engine.get_global_grad_norm()))
-    weights = fp32_weights(engine)
-    engine.destroy()
-    return weights, norms
-
-
 def everything(engine: Any) -> dict[str, Tensor]:
     """Return name -> copy of each master weight and state of this rank."""
     states = engine.basic_optimizer.state.values()
     kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
     return fp32_weights(engine) | kept
-
-
-def assert_equal(ranks: list[tuple[dict[str, Tensor], list[float]]], reference: Any, dtype: str = "fp32") -> None:
-    """Assert that the ranks together have all the oracle's weights, and each the norms over all stages."""
-    assert set().union(*(weights for weights, _ in ranks)) == reference.weights.keys()
-    for weights, norms in ranks:
-        own = replace(reference, weights={name: reference.weights[name] for name in weights})
-        assert_parity(weights, own, dtype)
-        assert norms == pytest.approx(reference.norms, rel=1e-3 if dtype == "fp32" else 0.1)
-
-
-def oracle(name: str, clip: float = 1.0, dtype: str = "fp32", **settings: Any) -> Any:
-    """Train the whole module with the oracle; return its result."""
-    net = Whole(name).to(HALVES[dtype])
-    config = replace(ORACLE, clip=clip, **settings)
-    return train_oracle(net, net.batch, STEPS, route(net, ADAM[name]), config, parts=fused_parts(net))

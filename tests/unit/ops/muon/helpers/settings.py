@@ -8,6 +8,7 @@ is switched off does not change, and a universal checkpoint continues elsewhere.
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -189,6 +190,7 @@ ONE_STAGE = {"universal": "the converter keeps the second moments of one stage; 
 NOT_CONVERTED = {"universal": "DeepSpeed's converter does not know deepspeed.moe layers"}
 AUTOEP_MOVES = {"universal": "test_expert_checkpoints.py moves AutoEP to other expert-parallel sizes"}
 MARKED = {"universal": "DeepSpeed's converter does not know Megatron's marks"}
+STAGES_DIFFER = {"universal": "at stage 3 DeepSpeed takes the mean over a sequence's ranks, elsewhere the sum"}
 NEOX = {"universal": "the converter refuses copies that differ in the last bit, as those of GPT-NeoX do"}
 
 AUTOTP, MPU = ways.TensorParallel(), ways.Megatron()
@@ -528,6 +530,7 @@ SETTINGS: dict[str, Setting] = {
                 {"clip": 0.01},
                 RECOMPUTED,
                 AUTOCAST,
+                UNCHECKED[0],
             )
         ],
         moves={"stages": 1},
@@ -541,8 +544,11 @@ SETTINGS: dict[str, Setting] = {
             {"stage": 1, "world": 4, "offload": True, "accumulation": 2},
             {"stage": 2, "world": 4, "offload": True},
             {"stage": 1, "world": 4, "zero": {"round_robin_gradients": True}},
+            {"stage": 0, "world": 4, "clip": 0.0, "width": 96},  # ranks that have the same experts share the work
+            *({"stage": 2, "world": 4, "how": how} for how in ("unnamed groups", "client", "stock's groups")),
         ],
         without=NOT_CONVERTED,
+        quick=2,
     ),
     "experts in bf16": Setting(
         ways.Experts(),
@@ -591,6 +597,35 @@ SETTINGS: dict[str, Setting] = {
     "an optimizer of the script": Setting(
         ways.ByScript(), [*OFFLOADED, *grid((1, 2, 3)), {"stage": 0, "dtype": "bf16"}], quick=2
     ),
+    "pipeline, heads and splits": Setting(
+        ways.Pipeline(),
+        [
+            {"model": "late", "world": 4, "keys": keys}
+            for keys in ({"per_head_muon": True}, {"muon_split": {r"^4\.qkv": [6] * 6}})
+        ],
+        moves={"stages": 1},
+        quick=2,
+    ),
+    "Ulysses": Setting(
+        ways.Ulysses(),
+        [
+            {"stage": stage, "world": world, "clip": 4.7 if stage < 3 else 2.35, **more}
+            for more in ({}, {"keys": {"per_head_muon": True}}, {"dtype": "bf16"})
+            for world in (2, 4)
+            for stage in (3, 0, 2, 1)
+        ],
+        without=STAGES_DIFFER,
+        quick=4,
+    ),
+    "ALST": Setting(ways.Alst(), grid((2, 3)), without=STAGES_DIFFER, quick=2),
+    "hybrid engine": Setting(
+        ways.Hybrid(),
+        [
+            *({"stage": stage, "model": model} for model in ("opt", "qwen") for stage in (0, 1, 2, 3)),
+            {"stage": 2, "model": "opt", "dtype": "bf16"},
+        ],
+        quick=3,
+    ),
     "settings that are not refused": Setting(
         Way(),
         IDLE,
@@ -626,5 +661,7 @@ def cells(contract: str) -> list[Any]:
         for index in chosen:
             text = ", ".join(f"{key} {value}" for key, value in setting.cases[index].items())
             marks = [] if index in quick else [pytest.mark.full]
+            if find_spec(setting.way.needs) is None:
+                marks.append(pytest.mark.skip(reason=f"{setting.way.needs} is not installed"))
             found.append(pytest.param(name, index, id=f"{name}: {text}", marks=marks))
     return found

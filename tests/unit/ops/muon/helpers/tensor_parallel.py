@@ -11,6 +11,10 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from helpers.models import GLOBAL_BATCH, initialize_
@@ -28,8 +32,10 @@ class Language(nn.Module):
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss."""
+    def forward(self, inputs: Tensor | None = None, targets: Tensor | None = None, **more: Any) -> Any:
+        """The mean loss; without targets, what the model does while it generates."""
+        if targets is None:
+            return super().forward(**more)
         logits = super().forward(input_ids=inputs, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -54,6 +60,24 @@ class TinyLlama(Language, LlamaForCausalLM):
 
 class TinyNeoX(Language, GPTNeoXForCausalLM):
     """A GPT-NeoX, with queries, keys and values fused head by head."""
+
+
+class TinyOpt(Language, OPTForCausalLM):
+    """An OPT."""
+
+
+class TinyQwen(Language, Qwen3ForCausalLM):
+    """A Qwen3."""
+
+
+OPT = {"ffn_dim": 34, "word_embed_proj_dim": 24, "dropout": 0.0, "enable_bias": False, "max_position_embeddings": 32}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (TinyLlama, LlamaConfig, {}),
+    "neox": (TinyNeoX, GPTNeoXConfig, {}),
+    "opt": (TinyOpt, OPTConfig, OPT),
+    "qwen": (TinyQwen, Qwen3Config, {"head_dim": 4}),
+}
+"""Name -> (class, class of its config, settings beside `SIZES`)."""
 
 
 class Gated(nn.Module):
@@ -91,12 +115,11 @@ SPLIT: dict[str, Any] = {
 def model(name: str, seed: int = 0) -> nn.Module:
     """Return the model of this name; "name, sdpa" selects another implementation of its attention."""
     name, _, attention = name.partition(", ")
-    kinds = {"llama": (TinyLlama, LlamaConfig), "neox": (TinyNeoX, GPTNeoXConfig)}
     if name == "gated":
         net: nn.Module = Gated()
     else:
-        kind, config = kinds[name]
-        net = kind(config(**SIZES | {"attn_implementation": attention or "eager"}))
+        kind, config, more = KINDS[name]
+        net = kind(config(**SIZES | more | {"attn_implementation": attention or "eager"}))
     initialize_(net, seed)
     return net
 

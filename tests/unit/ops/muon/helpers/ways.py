@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers import engine_state, experts_beside, megatron, nvme, pipelines, tensor_parallel
+from helpers import engine_state, experts, hybrid, megatron, nvme, pipelines, sequence_parallel, tensor_parallel
 from helpers.experts import EP, EXPERTS, INNER, Mixtral, WithExperts, autoep, global_name, spread_model
 from helpers.language_models import WIDTH
 from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, fused_parts, halve, train_engine
@@ -36,6 +36,8 @@ class Way:
 
     #: Ends of the names of parameters that have others on a rank.
     renamed: tuple[str, ...] = ()
+    #: A module without which the way is skipped.
+    needs = "deepspeed"
 
     def whole(self, case: Case) -> Any:
         """Return the whole model, with the weights that training starts from."""
@@ -398,6 +400,14 @@ class Pipeline(Way):
     def to_adam(self, case: Case) -> tuple[str, ...]:
         return tuple(pipelines.ADAM[case["model"]])
 
+    def parts(self, case: Case) -> Parts:
+        """Return queries, keys and values, or matrices of 6 rows for each head; `muon_split` is of one block only."""
+        found, params = super().parts(case), case["optimizer"]["params"]
+        for name, index in index_of(self.whole(case)).items():
+            if "qkv" in name and (params.get("per_head_muon") or ("muon_split" in params and name.startswith("4."))):
+                found[name] = list(index.split(6))
+        return found
+
     def build(self, seed: int, model: str, stages: int = 2, **config: Any) -> Any:
         net = halve(pipelines.make_pipeline(model, stages), seed)
         net.batches = model
@@ -411,13 +421,27 @@ class Experts(Way):
     """DeepSpeed's own MoE layer: experts on two ranks each; on a rank they have local numbers."""
 
     def whole(self, case: Case) -> Any:
-        return WithExperts(spread=False)
+        return WithExperts(spread=False, width=case.get("width", 11))
 
     def to_adam(self, case: Case) -> tuple[str, ...]:
         return ("lm_head", "layer.deepspeed_moe.gate")
 
-    def build(self, seed: int, **config: Any) -> Any:
-        return make_engine(halve(spread_model(), seed), ds_config(**config))
+    def build(self, seed: int, how: str = "one group", width: int = 11, **config: Any) -> Any:
+        """Return an engine; `how` the script hands the parameters to it."""
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+        from deepspeed.muon import MuonWithAuxAdam
+
+        net, settings = halve(spread_model(width), seed), ds_config(**config)
+        params: list[Any] = list(net.parameters())
+        if how == "client":
+            optimizer = MuonWithAuxAdam(params, model=net, **settings.pop("optimizer")["params"])
+            return make_engine(net, settings, optimizer=optimizer)
+        if how == "unnamed groups":
+            params = [{"params": [p for p in params if (p.ndim > 1) is matrix]} for matrix in (True, False)]
+        elif how == "stock's groups":
+            params = split({"params": params, "name": "all"})
+        return make_engine(net, settings, model_parameters=params)
 
     def weights(self, engine: Any) -> dict[str, Tensor]:
         return {global_name(name, dist.get_rank()): value for name, value in fp32_weights(engine).items()}
@@ -531,19 +555,19 @@ class ExpertsBeside(Experts):
     """DeepSpeed's MoE layers with an mpu of `size` ranks, in a pipeline of `stages`, or both."""
 
     def whole(self, case: Case) -> Any:
-        return experts_beside.Mixed()
+        return experts.Mixed()
 
     def to_adam(self, case: Case) -> tuple[str, ...]:
         return ("3.lm_head", "1.layer.deepspeed_moe.gate", "2.layer.deepspeed_moe.gate")
 
     def build(self, seed: int, **config: Any) -> Any:
-        return experts_beside.build(seed=seed, **config)
+        return experts.build_beside(seed=seed, **config)
 
     def step(self, engine: Any, number: int) -> None:
         megatron.train_step(engine, WithExperts.batch(engine.module, number))
 
     def weights(self, engine: Any) -> dict[str, Tensor]:
-        return experts_beside.whole_weights(engine)
+        return experts.whole_weights(engine)
 
     def names(self, engine: Any) -> dict[str, nn.Parameter]:
         return {global_name(name, dist.get_rank() % EP): param for name, param in Way.names(self, engine).items()}
@@ -563,3 +587,72 @@ class Nvme(Way):
 
     def snapshot(self, engine: Any) -> dict[str, Tensor]:
         return nvme.weights_of(engine) | engine_state.named_states(engine)
+
+
+class Ulysses(Way):
+    """Ranks of which each two share sequences, of a TinyGpt by DeepSpeed's `DistributedAttention`."""
+
+    def whole(self, case: Case) -> Any:
+        return MODELS["gpt"]()
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("tokens", "positions", "lm_head", "model.embed")
+
+    def parts(self, case: Case) -> Parts:
+        """Return the heads, all of which are on every rank, whatever part of them its attention computes."""
+        of_heads = case["optimizer"]["params"].get("per_head_muon")
+        return Heads().parts(case | {"model": "gpt"}) if of_heads else super().parts(case)
+
+    def factor(self, case: Case) -> float:
+        """Return 1/2 at stage 3, where DeepSpeed takes the mean over a sequence's ranks, not the sum."""
+        return 0.5 if case["stage"] == 3 else 1.0
+
+    def build(self, seed: int, **config: Any) -> Any:
+        return sequence_parallel.build(halve(sequence_parallel.SpreadGpt(), seed), **config)
+
+    def step(self, engine: Any, number: int) -> None:
+        sequence_parallel.train_step(engine, number)
+
+
+class Alst(Ulysses):
+    """The same of a Llama of transformers, by DeepSpeed's ALST."""
+
+    needs = "einops"
+
+    def whole(self, case: Case) -> Any:
+        return sequence_parallel.Llama()
+
+    def build(self, seed: int, **config: Any) -> Any:
+        return sequence_parallel.build(halve(sequence_parallel.Llama(), seed), **config)
+
+    @contextmanager
+    def engine(self, case: Case, seed: int = 0, **more: Any) -> Iterator[Any]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        own: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        try:
+            with super().engine(case, seed, **more) as engine:
+                yield engine
+        finally:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+
+
+class Hybrid(Way):
+    """DeepSpeed's hybrid engine. Before each step it writes what a model with its weights writes."""
+
+    needs = "deepspeed.runtime.rollout"
+
+    def whole(self, case: Case) -> Any:
+        return tensor_parallel.model(case["model"])
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("model.embed", "model.decoder.embed", "lm_head")
+
+    def build(self, seed: int, model: str, **config: Any) -> Any:
+        net = halve(tensor_parallel.model(model), seed)
+        net.kind = model
+        return make_engine(net, ds_config(hybrid_engine={"enabled": True}, **config))
+
+    def step(self, engine: Any, number: int) -> None:
+        assert hybrid.generated(engine).equal(hybrid.expected_text(engine))
+        super().step(engine, number)

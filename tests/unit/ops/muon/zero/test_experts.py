@@ -2,13 +2,14 @@
 """Experts on ranks of their own, by DeepSpeed's MoE layers and by AutoEP: groups, batches, and what is refused."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
@@ -17,12 +18,13 @@ from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.refusals import refuse_engine
 from deepspeed.muon.zero.wrappers.experts import expert_counts, shard_group
 from helpers.distributed import run
-from helpers.experts import Mixtral, WithExperts, autoep, global_name, spread_model
-from helpers.experts_beside import beside_autoep, cut_experts, stock_on_sequences
-from helpers.models import train_engine
-from helpers.oracles import OracleResult, change_error, route, train_oracle
+from helpers.experts import Mixtral, WithExperts, autoep, cut_experts, spread_model, stock_on_sequences
+from helpers.models import GLOBAL_BATCH
+from helpers.oracles import change_error, train_oracle
 from helpers.plans import cubic_cost, make_plan
-from helpers.training import ORACLE, PARAMS, ds_config, fp32_weights, make_engine
+from helpers.refusals import Refusal, attempt
+from helpers.sequence_parallel import SpreadGpt, train_step
+from helpers.training import ORACLE, ds_config, fp32_weights, make_engine, with_params
 from helpers.transformers_models import needs_stacks
 
 # ---- parameter groups ---------------------------------------------------------------------------------------------
@@ -104,23 +106,18 @@ def test_thousands_of_equal_matrices_are_few_batches_on_every_rank(is_stack: boo
     assert max(map(len, batches)) <= 2
 
 
-# ---- gradients that are not finite -----------------------------------------------------------------------------
-
-
 # ---- refusals ---------------------------------------------------------------------------------------------------
 
 
-def refuse_to_load(**config: Any) -> str:
-    """What a load says; the key alone changes nothing."""
-    engine = make_engine(spread_model(), ds_config(**config))
-    with pytest.raises(UnsupportedError) as error:
-        engine.load_checkpoint("nowhere")
-    engine.destroy()
-    return str(error.value)
+def refuse_to_load() -> Refusal | None:
+    engine = make_engine(spread_model(), ds_config(checkpoint={"load_universal": True}))
+    return attempt(lambda: engine.load_checkpoint("nowhere"))
 
 
 def test_universal_checkpoints_are_refused() -> None:
-    for text in run(refuse_to_load, 2, stage=2, checkpoint={"load_universal": True}):
+    """By the load: the key changes nothing before."""
+    for kind, text, _ in run(refuse_to_load, 2):
+        assert kind == "UnsupportedError"
         assert text.startswith("checkpoint.load_universal: DeepSpeed's converter does not know deepspeed.moe layers")
 
 
@@ -146,90 +143,30 @@ def test_other_parallelism_beside_experts_is_refused(other: dict[str, Any], text
 # ---- the ranks of a group -----------------------------------------------------------------------------------------
 
 
-def ranks_of_groups() -> tuple[list[tuple[bool, int]], list[str]]:
-    """Of each parameter group whether it is of experts and how many ranks divide it; what the log says."""
-    engine = make_engine(spread_model(), ds_config())
+def ranks_of_groups(stage: int, width: int) -> tuple[list[tuple[bool, int]], list[str], list[int]]:
+    """Of each parameter group whether it is of experts and how many ranks divide it; what the log says of it.
+
+    Also how many ranks share the work on experts that each of them has.
+    """
+    engine = make_engine(spread_model(width), ds_config(stage=stage, clip=0.0))
     optimizer = engine.basic_optimizer
-    found = [(g.get("moe", False), dist.get_world_size(shard_group(engine, g))) for g in optimizer.param_groups]
+    groups = optimizer.param_groups
+    found = [(group.get("moe", False), dist.get_world_size(shard_group(engine, group))) for group in groups]
     words = expert_counts(engine, optimizer)
+    shared = [p for p in optimizer.partitions if groups[p.index].get("moe") and p.is_replicated]
     engine.destroy()
-    return found, words
+    return found, words, [partition.world_size for partition in shared]
 
 
-def test_experts_are_divided_among_the_ranks_that_have_them() -> None:
-    expected = [(False, 4), (False, 4), (True, 2), (True, 2)]
-    assert run(ranks_of_groups, 4) == [(expected, ["4 of them are experts shared by 2 ranks"])] * 4
-
-
-# ---- DeepSpeed's layers ------------------------------------------------------------------------------------
-
-
-STEPS = 5
-TO_ADAM = ["lm_head", "layer.deepspeed_moe.gate"]
-
-
-def given_groups(net: nn.Module, how: str) -> dict[str, Any]:
-    """Ways to hand the parameters to `deepspeed.initialize`."""
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-    if how == "one group":
-        return {"model_parameters": net.parameters()}
-    if how == "unnamed groups":
-        decayed = [[p for p in net.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)]
-        return {"model_parameters": [{"params": params} for params in decayed]}
-    if how == "client":
-        return {"optimizer": MuonWithAuxAdam(net.parameters(), model=net, **PARAMS)}
-    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(net.parameters()), "name": "all"})
-    return {"model_parameters": groups}
-
-
-def train_spread(steps: int = STEPS, how: str = "one group", width: int = 11, **config: Any) -> dict[str, Any]:
-    """Weights under the twin's names, and how many matrices of experts each rank computes for all that have them."""
-    net = spread_model(width)
-    settings = ds_config(**config)
-    if how == "client":
-        settings.pop("optimizer")
-    engine = make_engine(net, settings, **given_groups(net, how))
-    train_engine(engine, steps)
-    weights = {global_name(name, dist.get_rank()): value for name, value in fp32_weights(engine).items()}
-    groups = engine.basic_optimizer.param_groups
-    shared = [p for p in engine.basic_optimizer.partitions if groups[p.index].get("moe") and p.is_replicated]
-    engine.destroy()
-    return {"weights": weights, "sharing": [partition.world_size for partition in shared]}
-
-
-def reference(clip: float = 1.0, width: int = 11) -> OracleResult:
-    """The oracle's training of the twin."""
-    net = WithExperts(spread=False, width=width)
-    return train_oracle(net, net.batch, STEPS, route(net, TO_ADAM), replace(ORACLE, clip=clip))
-
-
-def assert_equal(found: list[dict[str, Any]], expected: OracleResult) -> None:
-    """1e-3 of the change, on every rank for the experts that it has."""
-    seen = set()
-    for rank, result in enumerate(found):
-        for name, weight in result["weights"].items():
-            assert change_error(expected.initial[name], weight, expected.weights[name]) <= 1e-3, (rank, name)
-        seen |= result["weights"].keys()
-    assert seen == expected.weights.keys()
-
-
-@pytest.mark.parametrize("how", ["unnamed groups", "client", "stock's groups"])
-def test_however_the_parameters_are_given(how: str) -> None:
-    assert_equal(run(train_spread, 4, stage=2, how=how), reference())
-
-
-def test_ranks_that_have_the_same_experts_share_the_work_at_stage_0() -> None:
-    found = run(train_spread, 4, stage=0, clip=0.0, width=96)
-    assert [result["sharing"] for result in found] == [[2]] * 4
-    assert_equal(found, reference(0.0, width=96))
+@pytest.mark.parametrize(("stage", "width", "sharing"), [(2, 11, []), (0, 96, [2])])
+def test_experts_are_divided_among_the_ranks_that_have_them(stage: int, width: int, sharing: list[int]) -> None:
+    """At stage 0, where all have the state, those ranks share the work."""
+    groups = [(False, 4), (False, 4), (True, 2), (True, 2)]
+    found = run(ranks_of_groups, 4, stage=stage, width=width)
+    assert found == [(groups, ["4 of them are experts shared by 2 ranks"], sharing)] * 4
 
 
 # ---- with other parallelism --------------------------------------------------------------------------------
-
-
-#: Ranks, model-parallel ranks and stages.
-MPU, PIPELINE, BOTH = {"size": 2}, {"stages": 2}, {"size": 2, "stages": 2}
 
 
 @pytest.mark.full
@@ -238,20 +175,6 @@ def test_experts_that_are_cut_are_refused() -> None:
     for kind, text, _ in run(cut_experts, 4):
         assert kind == "UnsupportedError"
         assert f"tensor parallelism splits 4 matrices of experts (first: {name})" in text
-
-
-STOCK = {
-    "mpu": "AutoEP does not currently support tensor model parallelism from mpu",
-    "sequence": "AutoEP does not currently support tensor model parallelism from mpu",
-    "pipeline": "AutoEP: no MoE layers detected",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", STOCK)
-def test_stock_refuses_autoep_beside_other_parallelism(kind: str) -> None:
-    for name, text, _ in run(beside_autoep, 4, kind=kind):
-        assert name == "ValueError" and STOCK[kind] in text
 
 
 @pytest.mark.full
@@ -265,13 +188,38 @@ def test_stock_mixes_up_tokens_where_ranks_share_sequences() -> None:
         assert max(error for name, error in errors.items() if "experts" in name) > 0.2, errors
 
 
+def stock_on_a_mesh(stage: int) -> tuple[dict[str, Tensor], str, Tensor]:
+    """Under stock's AdamW: weights after a step, the file for the optimizer's state, and the first parameter here."""
+    import deepspeed
+
+    adamw, copies = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, dist.get_world_size() // 2
+    config = ds_config(stage=stage, optimizer=adamw) | {"sequence_parallel_size": 2, "data_parallel_size": copies}
+    config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // copies
+    engine = deepspeed.initialize(model=SpreadGpt(), config=config)[0]
+    train_step(engine, 0)
+    name = engine._get_zero_ckpt_name("folder", "tag") if stage else ""
+    param = next(engine.module.parameters())
+    found = fp32_weights(engine), name, getattr(param, "ds_tensor", param).detach().clone()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.full
+def test_deepspeed_trains_no_mesh_from_the_config_itself() -> None:
+    """The reason of its refusal: ranks of a sequence drift apart, or save other weights under one name."""
+    for stage in (0, 1, 2):
+        (first, *_), (second, *_) = run(stock_on_a_mesh, 2, stage=stage)
+        assert all(not torch.equal(second[name], weight) for name, weight in first.items()), stage
+    (_, name, first_part), (_, other, second_part), *_ = run(stock_on_a_mesh, 4, stage=3)
+    assert name == other and not torch.equal(first_part, second_part)
+
+
 # ---- AutoEP ------------------------------------------------------------------------------------------------
 
 
-def routes(include: list[str] | None = None) -> dict[str, tuple[bool, str, str]]:
-    """Where each parameter goes, why, and how it was split."""
-    optimizer = {"type": "Muon", "params": PARAMS | ({"muon_exclude": include} if include else {})}
-    engine = make_engine(Mixtral(), autoep(2, 2, optimizer=optimizer))
+def routes() -> dict[str, tuple[bool, str, str]]:
+    """Where each parameter goes, why, and how it was split; a pattern excludes some that stock has put in."""
+    engine = make_engine(Mixtral(), autoep(2, 2, optimizer=with_params(muon_exclude=[r"1\.mlp\.experts\.w3$"])))
     found = {s.name: (s.use_muon, s.reason, s.split) for s in engine.basic_optimizer.specs.values()}
     engine.destroy()
     return found
@@ -280,44 +228,24 @@ def routes(include: list[str] | None = None) -> dict[str, tuple[bool, str, str]]
 @needs_stacks
 def test_the_router_goes_to_adamw_and_experts_to_muon_one_by_one() -> None:
     found = run(routes, 2)[0]
-    prefix = "model.layers.1.mlp."
+    assert found["model.layers.1.mlp.experts.w3"][0] is False
+    prefix = "model.layers.0.mlp."
     assert found[f"{prefix}router.gate.weight"] == (False, "MoE router, tied", "")  # stock keeps its old name beside
     for name, size in (("w1", "10 x 12"), ("w2", "12 x 10"), ("w3", "10 x 12")):
         reason = "stack of 2 matrices of GroupedExperts"
         assert found[f"{prefix}experts.{name}"] == (True, reason, f"2 of {size}")
 
 
-@needs_stacks
-def test_patterns_may_name_parameters_that_stock_has_put_in() -> None:
-    found = run(routes, 2, include=[r"experts\.w3$"])[0]
-    assert [name for name, (use_muon, *_) in found.items() if "experts" in name and not use_muon] == [
-        f"model.layers.{layer}.mlp.experts.w3" for layer in (0, 1)
-    ]
-
-
-def train_with_given(kind: str) -> str | None:
-    """Train two steps with an optimizer of the script's; what is refused."""
+def train_with_given(kind: str) -> Refusal | None:
+    """What is refused of an optimizer of the script's."""
     net, config = Mixtral(), autoep(2, 2)
-    params = config.pop("optimizer")["params"]
-
-    def build(parameters: Any) -> MuonWithAuxAdam:
-        return MuonWithAuxAdam(parameters, model=net, **params)
-
+    build = partial(MuonWithAuxAdam, model=net, **config.pop("optimizer")["params"])
     given = build(net.parameters()) if kind == "built before" else build
-    try:
-        engine = make_engine(net, config, optimizer=given, model_parameters=list(net.parameters()))
-    except UnsupportedError as error:
-        return str(error)
-    train_engine(engine, 2)
-    engine.destroy()
-    return None
+    return attempt(lambda: make_engine(net, config, optimizer=given, model_parameters=list(net.parameters())))
 
 
 @needs_stacks
 def test_an_optimizer_of_the_script() -> None:
     assert run(train_with_given, 2, kind="function") == [None, None]
-    for text in run(train_with_given, 2, kind="built before"):
-        assert text is not None and "DeepSpeed replaced parameters" in text
-
-
-# ---- beside AutoTP ------------------------------------------------------------------------------------------------
+    for _, text, _ in run(train_with_given, 2, kind="built before"):
+        assert "DeepSpeed replaced parameters" in text

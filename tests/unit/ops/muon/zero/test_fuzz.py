@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.distributed import run
-from helpers.fuzz import STOCKS, Case, sample, smaller
+from helpers.fuzz import STOCKS, Case, sample
 
 CONFIGS = int(os.environ.get("FUZZ", "100"))
 """How many, in full runs; `make fuzz N=2000` sets it."""
@@ -138,25 +138,12 @@ def judged(cases: list[Case], world: int, timeout: float) -> list[str]:
     ]
 
 
-def shrunk(case: Case, world: int) -> Case:
-    """A smallest config that still fails, found by leaving keys out one at a time."""
-    while candidates := smaller(case):
-        failing = [
-            c for c, o in zip(candidates, judged(candidates, world, 120), strict=True) if o.startswith("expected")
-        ]
-        if not failing:
-            break
-        case = failing[0]
-    return case
-
-
 def check(cases: list[Case], world: int, timeout: float) -> Counter[str]:
-    """Fail with the failing configs as JSON, the first ones made small; else the counts by outcome."""
+    """Fail with the failing configs as JSON; else the counts by outcome."""
     outcomes = judged(cases, world, timeout)
     failed = [(case, text) for case, text in zip(cases, outcomes, strict=True) if text.startswith("expected")]
     lines = [f"{text}\n  {json.dumps(case['config'])}" for case, text in failed[:20]]
-    small = [json.dumps(shrunk(case, world)["config"]) for case, _ in failed[:2]]
-    assert not failed, f"{len(failed)} of {len(cases)} on {world} ranks:\n" + "\n".join([*lines, "smallest:", *small])
+    assert not failed, f"{len(failed)} of {len(cases)} on {world} ranks:\n" + "\n".join(lines)
     return Counter(outcomes)
 
 
@@ -170,19 +157,3 @@ def test_every_config_trains_or_is_refused_in_words_that_help(count: int, record
     record_property("summary", f"fuzz, {count} configs: " + ", ".join(f"{n} {o}" for o, n in counts.most_common()))
     assert counts[TRAINS] >= 0.2 * count, counts
     assert count < 100 or counts.keys() == {TRAINS, OURS, BY_STOCK}
-
-
-def test_a_wrong_expectation_is_noticed() -> None:
-    """Other weights than the oracle's, a key that the message does not name, and what stock does not refuse."""
-    right: dict[str, Any] = {"config": {"dtype": "fp32", "zero": {"stage": 3}}, "wrong": [], "stock": False}
-    assert outcome(right, "") == TRAINS
-    assert outcome(right, "layers.0.weight: error 1").startswith("expected")
-    assert outcome(right, "MuonConfigError: optimizer.params.lr: got 1").startswith("expected")
-    wrong = right | {"wrong": ["momentum"]}
-    assert outcome(wrong, "MuonConfigError: optimizer.params.momentum: got 1") == OURS
-    assert outcome(wrong, "MuonConfigError: optimizer.params.lr: got 1").startswith("expected")
-    assert outcome(wrong, "").startswith("expected") and outcome(wrong, "TypeError: momentum").startswith("expected")
-    mistaken = right | {"config": {"zero": {"stage": 4}}, "stock": True}
-    assert outcome(mistaken, "ValidationError: 1 error: stage") == BY_STOCK
-    assert outcome(mistaken, "").startswith("expected") and outcome(mistaken, "KeyError: stage").startswith("expected")
-    assert outcome(right, "ValidationError: 1 error: stage").startswith("expected")

@@ -1,39 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoTP: matrices that tensor parallelism cut train as the whole matrices do."""
-
-from typing import Any
+"""AutoTP: which ranks have which parts of matrices."""
 
 import pytest
 
 from deepspeed.muon.zero.tp_ranks import _lines, _positions
 from helpers.distributed import run
 from helpers.tensor_parallel import holders
-from helpers.training import PARAMS
-
-HEAD = 4
-"""Width of a head."""
-
-
-PARAMS_OF: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "heads": {"per_head_muon": True},
-    "fused": {},
-    "shards": {"tp_mode": "shard"},
-}
-SPLIT: dict[str, Any] = {
-    "gated": {"gate_up": [17, 17]},
-    "neox": {"query_key_value.weight": {"sizes": [HEAD] * 3, "groups": 6}},
-}
-
-
-def params_of(name: str, kind: str) -> dict[str, Any]:
-    """optimizer.params."""
-    return PARAMS | PARAMS_OF[kind] | ({"muon_split": SPLIT[name]} if kind == "fused" else {})
+from helpers.training import with_params
 
 
 def test_heads_need_no_exchange() -> None:
     """A head's rows lie within a rank, which may own them; what is cut through travels."""
-    optimizer = {"type": "Muon", "params": params_of("llama", "heads")}
+    optimizer = with_params(per_head_muon=True)
     for stage in (0, 2):
         first, second = run(holders, 2, name="llama", tp=2, stage=stage, optimizer=optimizer)
         assert first == second
