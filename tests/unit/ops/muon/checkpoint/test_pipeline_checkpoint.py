@@ -29,10 +29,10 @@ def go_on(folder: str, load: bool, name: str = "tied", stages: int = 2, **config
         if load:
             engine.load_checkpoint(folder)
         else:
-            engine.train_batch(shares(name, engine, 0))
+            engine.train_batch(shares(engine, 0))
             engine.save_checkpoint(folder)
         for step in (1, 2):
-            engine.train_batch(shares(name, engine, step))
+            engine.train_batch(shares(engine, step))
         found = everything(engine)
         engine.destroy()
         return found

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from helpers import megatron
-from helpers.megatron import ColumnParallelLinear, Mpu, RowParallelLinear, initialize_parts, squares
-from helpers.models import GLOBAL_BATCH, halve, initialize_
+from helpers.megatron import ColumnParallelLinear, Mpu, RowParallelLinear, initialize_parts
+from helpers.models import GLOBAL_BATCH, cross_entropy, halve, initialize_, squares, text, vectors
 from helpers.refusals import Refusal, attempt
 from helpers.training import ds_config, make_engine
 
@@ -73,15 +73,10 @@ class WithExperts(nn.Module):
         """Mean squared error, a scalar; `inputs` (batch, 7), `targets` (batch, 5)."""
         hidden = torch.tanh(self.first(inputs.to(self.first.weight.dtype)))
         hidden = hidden + self.layer(hidden)[0]
-        outputs = self.lm_head(hidden)
-        dtype = torch.promote_types(outputs.dtype, torch.float32)
-        return F.mse_loss(outputs.to(dtype), targets.to(dtype))
+        return squares(self.lm_head(hidden), targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs (GLOBAL_BATCH, 7) from N(0, 1), targets (GLOBAL_BATCH, 5) from N(0, 16), float32."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        inputs, targets = (torch.randn(GLOBAL_BATCH, size, generator=generator) for size in (7, 5))
-        return inputs, 4 * targets
+        return vectors(step, (7,), (5,))
 
 
 def spread_experts(width: int) -> nn.Module:
@@ -128,15 +123,10 @@ class Mixtral(MixtralForCausalLM):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy, summed over time, mean over the batch, a scalar; arguments (batch, time), int64."""
-        logits = super().forward(input_ids=inputs).logits.flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / len(inputs)
+        return cross_entropy(super().forward(input_ids=inputs).logits, targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (GLOBAL_BATCH, time), int64; the targets are the inputs one token later."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        text = torch.randint(VOCAB, (GLOBAL_BATCH, TIME + 1), generator=generator)
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        return text(step, VOCAB, TIME)
 
 
 def autoep(stage: int, ep: int, **config: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 
 import itertools
 import json
-import math
 import re
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deepspeed.muon.math.coefficients import NAMED
+from helpers import wrong_configs
 from helpers.oracles import OracleConfig, newton_schulz_fp64, over_norm, route, train_oracle
 from helpers.rules import almost_orthogonal, muon_plus, normuon, unit_columns, unit_rows
 from helpers.training import BF16_MASTERS
@@ -25,7 +25,7 @@ SIDES = {
 }
 SIMPLE = [3.4445, -4.7750, 2.0315]
 CUBIC = [1.5, -0.5, 0.0]
-#: Key of `optimizer.params` -> allowed values, and similar ones that are not; `None` leaves the key out.
+#: Key of `optimizer.params` -> allowed values; `None` leaves the key out.
 VALID: dict[str, list[Any]] = {
     "lr": [1e-3, 0.02, 0.1, 0, "1e-2"],
     "muon_lr": [1e-3, 0.02, 0.3],
@@ -71,67 +71,10 @@ VALID: dict[str, list[Any]] = {
     "monitor_interval": [0, 1, 10],
     "amsgrad": [False],
 }
-WRONG: dict[str, list[Any]] = {
-    "lr": [-1e-3, math.nan, math.inf, True, "fast", "auto", [1e-3], {}],
-    "muon_lr": [-0.1, "auto", False],
-    "adam_lr": ["0.1.2", [0.1], -math.inf],
-    "momentum": [1.0, 1, -0.1, "high", [0.9]],
-    "momentum_start": [1.0, "low", True],
-    "momentum_warmup_steps": [0, 2.5, True],
-    "momentum_dtype": ["fp16", "bf8", "int4", 8, True, ["bf16"]],
-    "nesterov": ["true", "maybe", 0, 1, 2, [], 0.5],
-    "weight_decay": [-0.1, "none", True],
-    "muon_weight_decay": [-1, "auto"],
-    "muon_weight_decay_steps": [0, -3, "all"],
-    "adam_weight_decay": [math.nan, {}],
-    "preset": ["kimi", "Moonlight", True],
-    "cautious_weight_decay": [0.1, "cautious", []],
-    "normuon": [0.95, "rows", {}],
-    "normuon_beta2": [1.0, True, "slow"],
-    "muon_eq": ["both", True, "row", "rows_columns"],
-    "muon_plus": [True, "cols", ["rows"]],
-    "qk_clip": [{"tau": 50}, {}, True, {"tau": 0}, {"logits": "all"}],  # the model has no attention
-    "muon_include": ["nowhere", "(", 3, ["layers", "no such name"], [r"bias"]],
-    "muon_exclude": ["nowhere", ["["], {"layers": 1}, True],
-    "adjust_lr_fn": ["Original", "spectral", "match_rms", 1, True],
-    "rms_scale": [0, -1, "0.2x", True],
-    "ns_method": ["grams", "", 1, True],
-    "ns_tuning": ["measure", "auto", True, 10],
-    "ns_steps": [0, 51, 2.5, "five", True, [5]],
-    "ns_coefficients": ["simpel", [], [1, 2], [[0, 1, 1]], [["a", 1, 1]], 5, {"a": 1}, [math.nan, 1, 1]],
-    "ns_normalization": ["AOL", "norm", True],
-    "ns_dtype": ["float61", "bf8", 16],
-    "wire_dtype": ["fp16", "half", 16],
-    "kernels": ["native", True],
-    "betas": [0.9, [0.9], [0.9, 1.0], [0.9, -0.1], [0.9, 0.95, 0.99], "0.9", [True, 0.9]],
-    "eps": [-1e-8, "small", math.inf],
-    "adam_w_mode": [2, "perhaps", []],
-    "torch_adam": ["y e s", 3.5],
-    "fp32_optimizer_states": [False, "no"],
-    "per_head_muon": [True, 1, 2],
-    "muon_split": [{"nowhere": [1]}, {"weight": [1]}, {"weight": 3}, ["layers"], {"(": [1]}, "layers", True],
-    "muon_fused": ["Split", "none", True, {"qkv": [1]}],
-    "muon_conv": ["flat", True, 2],
-    "muon_lora": ["A", "b", True],
-    "tp_mode": ["shards", False],
-    "import_momentum": ["first", 0, True],
-    "monitor_interval": [-1, 1.5, True, "often"],
-    # keys that do not exist
-    "learning_rate": [0.1],
-    "LR": [0.1],
-    "Momentum": [0.9],
-    "mometum": [0.9],
-    "mu": [0.95],
-    "beta1": [0.9],
-    "muon-lr": [0.1],
-    "ns_step": [5],
-    "wd": [0.1],
-    "use_muon": [True],
-    "max_grad_norm": [1.0],
-    "amsgrad": [True],
-    "momentum_type": ["bf16"],
-    "": [1],
+WRONG: dict[str, list[Any]] = {key: [0.1] for key in wrong_configs.KEYS.split()} | {
+    key: values for key, values in wrong_configs.VALUES.items() if key not in ("normuon_beta2", "momentum_warmup_steps")
 }
+"""Without those keys that are right beside others."""
 ZERO: dict[str, list[Any]] = {
     "overlap_comm": [True, False],
     "contiguous_gradients": [True, False],

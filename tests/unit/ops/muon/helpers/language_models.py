@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.models import GLOBAL_BATCH, MODELS, initialize_
+from helpers.models import MODELS, cross_entropy, initialize_, text, vectors
 
 VOCAB, TIME, WIDTH = 19, 6, 12
 SMALL = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": 10}
@@ -48,15 +48,11 @@ class Language(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy, summed over time, mean over the batch; arguments (batch, time), int64."""
-        logits = [model(input_ids=inputs, use_cache=False).logits.flatten(0, 1) for model in self.models.values()]
-        losses = [F.cross_entropy(each, targets.flatten(), reduction="sum") for each in logits]
-        return torch.stack(losses).sum() / len(inputs)
+        logits = [model(input_ids=inputs, use_cache=False).logits for model in self.models.values()]
+        return torch.stack([cross_entropy(each, targets) for each in logits]).sum()
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (GLOBAL_BATCH, time), int64; the targets are the inputs one token later."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        text = torch.randint(VOCAB, (GLOBAL_BATCH, TIME + 1), generator=generator)
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        return text(step, VOCAB, TIME)
 
 
 class GatedExperts(nn.Module):
@@ -118,10 +114,7 @@ class Adapters(nn.Module):
         return F.mse_loss(self.head(hidden), targets.to(hidden.dtype))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs from N(0, 1) and targets from N(0, 16)."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        inputs = torch.randn(GLOBAL_BATCH, 7, generator=generator)
-        return inputs, 4 * torch.randn(GLOBAL_BATCH, 5, generator=generator)
+        return vectors(step, (7,), (5,))
 
 
 MODELS.update(layouts=Layouts, deepseek_v3=lambda: Language("deepseek_v3"), adapters=Adapters)

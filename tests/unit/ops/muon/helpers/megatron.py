@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.models import GLOBAL_BATCH, halve
+from helpers.models import GLOBAL_BATCH, halve, squares, vectors
 from helpers.training import ds_config, make_engine
 
 INPUTS, WIDTH, HEADS, INNER, OUTPUTS, TIME = 7, 12, 4, 10, 5, 4
@@ -123,11 +123,6 @@ class Head(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
-def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error."""
-    return F.mse_loss(outputs.to(dtype := torch.promote_types(outputs.dtype, torch.float32)), targets.to(dtype))
-
-
 LAYERS: list[tuple[Any, ...]] = [(nn.Linear, INPUTS, WIDTH), (ParallelBlock,), (ParallelBlock,), (Head,)]
 """Kind and sizes. The first and the last are whole on every rank, without marks; the others are given a group."""
 
@@ -156,10 +151,7 @@ class Stack(nn.Sequential):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs (GLOBAL_BATCH, TIME, INPUTS) from N(0, 1), targets (GLOBAL_BATCH, TIME, OUTPUTS) from N(0, 16)."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    inputs, targets = (torch.randn(GLOBAL_BATCH, TIME, size, generator=generator) for size in (INPUTS, OUTPUTS))
-    return inputs, 4 * targets
+    return vectors(step, (TIME, INPUTS), (TIME, OUTPUTS))
 
 
 def initialize_parts(model: nn.Module, group: Any) -> None:

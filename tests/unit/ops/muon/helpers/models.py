@@ -46,9 +46,29 @@ def initialize_(model: nn.Module, seed: int) -> None:
             param.copy_(noise * scale + (1.0 if name.endswith("norm.weight") else 0.0))
 
 
-def _mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean squared error."""
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     return F.mse_loss(outputs.to(dtype), targets.to(dtype))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of (batch, time, vocabulary), summed over time, mean over the batch."""
+    logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum") / len(targets)
+
+
+def vectors(step: int, inputs: Sequence[int], targets: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return a global batch: inputs from N(0, 1) and targets from N(0, 16) of these shapes."""
+    generator = _generator(1000 + step)
+    first, second = (torch.randn(GLOBAL_BATCH, *shape, generator=generator) for shape in (inputs, targets))
+    return first, 4 * second
+
+
+def text(step: int, vocab: int, time: int) -> tuple[Tensor, Tensor]:
+    """Return a global batch: tokens (GLOBAL_BATCH, time), int64, and the tokens that follow them."""
+    tokens = torch.randint(vocab, (GLOBAL_BATCH, time + 1), generator=_generator(1000 + step))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Mlp(nn.Module):
@@ -81,13 +101,10 @@ class Mlp(nn.Module):
         hidden = inputs.to(self.layers[0].weight.dtype)
         for layer in self.layers[:-1]:
             hidden = torch.tanh(layer(hidden))
-        return _mean_squared_error(self.layers[-1](hidden), targets)
+        return squares(self.layers[-1](hidden), targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs (GLOBAL_BATCH, widths[0]) from N(0, 1), targets (GLOBAL_BATCH, widths[-1]) from N(0, 16), float32."""
-        generator = _generator(1000 + step)
-        inputs, targets = (torch.randn(GLOBAL_BATCH, self.widths[end], generator=generator) for end in (0, -1))
-        return inputs, 4 * targets
+        return vectors(step, self.widths[:1], self.widths[-1:])
 
 
 class Block(nn.Module):
@@ -134,14 +151,10 @@ class TinyGpt(nn.Module):
         hidden = self.tokens(inputs) + self.positions(torch.arange(self.time, device=inputs.device))
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.lm_head(self.norm(hidden)).flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / len(inputs)
+        return cross_entropy(self.lm_head(self.norm(hidden)), targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (GLOBAL_BATCH, time), int64; the targets are the inputs one token later."""
-        text = torch.randint(self.vocab, (GLOBAL_BATCH, self.time + 1), generator=_generator(1000 + step))
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        return text(step, self.vocab, self.time)
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -194,13 +207,10 @@ class Fused(nn.Module):
         hidden = torch.tanh(self.conv(inputs.to(self.conv.weight.dtype))).flatten(1)
         for layer in (self.qkv, self.c_attn, self.grouped, self.experts):
             hidden = torch.tanh(layer(hidden))
-        return _mean_squared_error(self.lm_head(hidden), targets)
+        return squares(self.lm_head(hidden), targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs (GLOBAL_BATCH, 2, 6, 6) from N(0, 1), targets (GLOBAL_BATCH, 5) from N(0, 16), float32."""
-        generator = _generator(1000 + step)
-        inputs = torch.randn(GLOBAL_BATCH, 2, 6, 6, generator=generator)
-        return inputs, 4 * torch.randn(GLOBAL_BATCH, 5, generator=generator)
+        return vectors(step, (2, 6, 6), (5,))
 
 
 class Maps(nn.Module):

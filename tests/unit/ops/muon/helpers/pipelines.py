@@ -4,14 +4,14 @@
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from helpers.models import GLOBAL_BATCH, Block, TinyGpt, make_batch
+from helpers.models import GLOBAL_BATCH, Block, cross_entropy, make_batch, squares, text, vectors
 from helpers.training import ds_config, fp32_weights
 
 VOCAB, WIDTH, TIME = 19, 12, 6
@@ -49,18 +49,6 @@ class Head(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, VOCAB, bias=False)
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy, summed over time, mean over the batch."""
-    logits = outputs.flatten(0, 1).to(torch.promote_types(outputs.dtype, torch.float32))
-    return F.cross_entropy(logits, targets.flatten(), reduction="sum") / len(targets)
-
-
-def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error."""
-    dtype = torch.promote_types(outputs.dtype, torch.float32)
-    return F.mse_loss(outputs.to(dtype), targets.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -152,22 +140,7 @@ class Whole(nn.Module):
 
 def batch(name: str, step: int) -> tuple[Tensor, Tensor]:
     """Return tokens (GLOBAL_BATCH, TIME) and the tokens that follow them; for the MLP the batch of `models.Mlp`."""
-    if name != "mlp":
-        return TinyGpt(VOCAB, WIDTH, 2, TIME).batch(step)
-    generator = torch.Generator().manual_seed(1000 + step)
-    inputs, targets = (torch.randn(GLOBAL_BATCH, width, generator=generator) for width in (7, 5))
-    return inputs, 4 * targets
-
-
-class Batches:
-    """An object with the method that `make_batch` calls on a model."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step."""
-        return batch(self.name, step)
+    return text(step, VOCAB, TIME) if name != "mlp" else vectors(step, (7,), (5,))
 
 
 def make_pipeline(name: str, stages: int, **options: Any) -> Any:
@@ -184,6 +157,7 @@ def make_pipeline(name: str, stages: int, **options: Any) -> Any:
     settings = {"num_stages": stages, "loss_fn": loss, "partition_method": "uniform"} | options
     net = PipelineModule(specs, **settings)
     initialize_by_name(net)
+    net.batch = partial(batch, name)
     return net
 
 
@@ -196,11 +170,11 @@ def pipeline_config(stages: int, micro_batches: int = 2, **config: Any) -> dict[
     return config | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": micro_batches}
 
 
-def shares(name: str, engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+def shares(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the micro-batches of this rank's pipeline."""
     grid, count = engine.grid, engine.micro_batches
     for micro in range(count):
-        inputs, targets = make_batch(Batches(name), step, micro, grid.data_parallel_id, grid.data_parallel_size, count)
+        inputs, targets = make_batch(engine.module, step, micro, grid.data_parallel_id, grid.data_parallel_size, count)
         dtype = next(engine.module.parameters()).dtype
         yield (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
 

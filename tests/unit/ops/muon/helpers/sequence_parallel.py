@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from helpers.models import GLOBAL_BATCH, Block, TinyGpt, initialize_
+from helpers.models import GLOBAL_BATCH, Block, TinyGpt, cross_entropy, initialize_
 from helpers.tensor_parallel import SIZES, Language, LlamaConfig, TinyLlama
 from helpers.training import ds_config
 
@@ -52,9 +52,7 @@ class SpreadGpt(TinyGpt):
         hidden = self.tokens(inputs) + self.positions(torch.arange(first, first + inputs.shape[1]))
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.lm_head(self.norm(hidden)).flatten(0, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / len(inputs)
+        return cross_entropy(self.lm_head(self.norm(hidden)), targets)
 
 
 class Llama(TinyLlama):
@@ -66,8 +64,8 @@ class Llama(TinyLlama):
 
     def forward(self, inputs: Tensor, targets: Tensor, first: int = 0) -> Tensor:
         positions = torch.arange(first, first + inputs.shape[1]).expand(len(inputs), -1)
-        logits = super(Language, self).forward(input_ids=inputs, position_ids=positions, use_cache=False)
-        return F.cross_entropy(logits.logits.flatten(0, 1), targets.flatten(), reduction="sum") / len(inputs)
+        found = super(Language, self).forward(input_ids=inputs, position_ids=positions, use_cache=False)
+        return cross_entropy(found.logits, targets)
 
 
 def build(net: Any, **config: Any) -> Any:
@@ -77,6 +75,8 @@ def build(net: Any, **config: Any) -> Any:
 
     import deepspeed
 
+    names = [name for name in vars(parallel_state_sp) if name.startswith("_SEQUENCE")]
+    vars(parallel_state_sp).update(dict.fromkeys(names))  # those of an earlier engine
     rows = GLOBAL_BATCH * RANKS // dist.get_world_size()
     settings = ds_config(**config) | {"sequence_parallel_size": RANKS, "train_micro_batch_size_per_gpu": rows}
     if isinstance(net, Llama):

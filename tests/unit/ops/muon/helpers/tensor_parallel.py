@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from helpers.models import GLOBAL_BATCH, initialize_
+from helpers.models import GLOBAL_BATCH, initialize_, text
 from helpers.training import ds_config, make_engine
 
 VOCABULARY, LENGTH = 32, 6
@@ -27,10 +27,7 @@ class Language(nn.Module):
     """Mixin for a transformers model: adds batches, and makes the loss the output."""
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Token ids and what follows them."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return text(step, VOCABULARY, LENGTH)
 
     def forward(self, inputs: Tensor | None = None, targets: Tensor | None = None, **more: Any) -> Any:
         """The mean loss; without targets, what the model does while it generates."""

@@ -410,11 +410,10 @@ class Pipeline(Way):
 
     def build(self, seed: int, model: str, stages: int = 2, **config: Any) -> Any:
         net = halve(pipelines.make_pipeline(model, stages), seed)
-        net.batches = model
         return make_engine(net, pipelines.pipeline_config(stages, **config))
 
     def step(self, engine: Any, number: int) -> None:
-        engine.train_batch(pipelines.shares(engine.module.batches, engine, number))
+        engine.train_batch(pipelines.shares(engine, number))
 
 
 class Experts(Way):

@@ -27,13 +27,13 @@ def step_badly(bad_rank: int, **config: Any) -> tuple[list[str], int]:
     """What two steps change in which one rank's gradient is infinite, and how often the log says so."""
     with logged() as said:
         engine = make_engine(make_pipeline("late", 2), pipeline_config(2, **config))
-        engine.train_batch(shares("late", engine, 0))
+        engine.train_batch(shares(engine, 0))
         before = everything(engine)
         hook = next(engine.module.parameters()).register_hook(
             lambda grad: grad * (float("inf") if dist.get_rank() == bad_rank else 1.0)
         )
         for step in (1, 2):
-            engine.train_batch(shares("late", engine, step))
+            engine.train_batch(shares(engine, step))
         hook.remove()
         changed = differing(before, everything(engine))
         engine.destroy()
