@@ -4,6 +4,7 @@ with tensor parallelism or in a pipeline.
 """
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from helpers import megatron
-from helpers.megatron import ColumnParallelLinear, Mpu, RowParallelLinear, initialize_parts
-from helpers.models import GLOBAL_BATCH, cross_entropy, halve, initialize_, squares, text, vectors
+from helpers.megatron import ColumnParallelLinear, RowParallelLinear, initialize_parts
+from helpers.models import GLOBAL_BATCH, cross_entropy, initialize_, squares, text, vectors
 from helpers.refusals import Refusal, attempt
-from helpers.training import ds_config, make_engine
+from helpers.training import ds_config
 
 EXPERTS, EP = 4, 2
 """Experts of the layer, and over how many ranks it spreads them."""
@@ -224,31 +225,23 @@ def _take_weights(net: nn.Module, group: Any) -> None:
 
 
 def build_beside(size: int = 1, stages: int = 0, seed: int = 0, cuts_experts: bool = False, **config: Any) -> Any:
-    """Return an engine with `size` model-parallel ranks, its `model_group`; of a pipeline if there are `stages`."""
-    mpu = Mpu(size)
-    group = mpu.groups["model"] if size > 1 else None
-    copies = dist.get_world_size() // (size * max(stages, 1))
-    settings = ds_config(**{"stage": 1} | config) | {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // copies}
+    """Return an engine with `size` model-parallel ranks; of a pipeline if there are `stages`."""
+    from deepspeed.pipe import LayerSpec
+
     if size > 1:
         gather_on_gloo()
-    if stages:
-        from deepspeed.pipe import LayerSpec, PipelineModule
-        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-        specs = [LayerSpec(kind, group) if kind is Mixture else LayerSpec(kind) for kind in LAYERS]
-        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=size, num_dp=copies)
-        net = PipelineModule(specs, topology=topology, loss_fn=squares, partition_method="uniform")
-        settings |= {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // (2 * copies), "gradient_accumulation_steps": 2}
-    else:
-        net = Mixed(group, spread=True)
-    _take_weights(net, group)
-    for name, param in net.named_parameters():
-        if cuts_experts and "experts" in name and name.endswith("up.weight"):
-            param.tensor_model_parallel, param.partition_dim = True, 0
-    given = {"mpu": mpu} if size > 1 and not stages else {}
-    engine = make_engine(halve(net, seed), settings, model_parameters=list(net.parameters()), **given)
-    engine.model_group = mpu.groups["model"]
-    return engine
+    def initialize(net: nn.Module, group: Any) -> None:
+        _take_weights(net, group)
+        for name, param in net.named_parameters() if cuts_experts else ():
+            if "experts" in name and name.endswith("up.weight"):
+                param.tensor_model_parallel, param.partition_dim = True, 0
+
+    def specs(group: Any) -> list[Any]:
+        return [LayerSpec(kind, group) if kind is Mixture else LayerSpec(kind) for kind in LAYERS]
+
+    whole = partial(Mixed, spread=True)
+    return megatron.make_parallel_engine(whole, specs, initialize, size, stages, seed, **config)
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ that train them with a model-parallel unit (mpu) or in a pipeline.
 """
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -211,31 +212,47 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def build(size: int = 2, stages: int = 0, seed: int = 0, first: str = "model", **config: Any) -> Any:
-    """Return an engine with `size` model-parallel ranks, its `model_group`; of a pipeline if there are `stages`."""
-    import deepspeed
+    """Return an engine of `LAYERS` with `size` model-parallel ranks; of a pipeline if there are `stages`."""
+    from deepspeed.pipe import LayerSpec
 
+    def specs(group: Any) -> list[Any]:
+        return [LayerSpec(layer[0], *_arguments(layer, group)) for layer in LAYERS]
+
+    return make_parallel_engine(Stack, specs, initialize_parts, size, stages, seed, first, **config)
+
+
+def make_parallel_engine(
+    whole: Callable[[Any], nn.Module],
+    specs: Callable[[Any], list[Any]],
+    initialize: Callable[[nn.Module, Any], None],
+    size: int,
+    stages: int,
+    seed: int,
+    first: str = "model",
+    **config: Any,
+) -> Any:
+    """Return an engine, with its `model_group`, of a `whole` model or, if there are `stages`, of a pipeline.
+
+    `whole` and `specs` get the group of `size` model-parallel ranks, None if that is 1; `initialize` sets the weights.
+    """
     mpu = Mpu(size, first)
-    group, copies = mpu.groups["model"], dist.get_world_size() // size
+    group = mpu.groups["model"] if size > 1 else None
+    copies = dist.get_world_size() // (size * max(stages, 1))
+    settings = ds_config(**{"stage": 1} | config) | {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // copies}
     if stages:
-        engine = _pipeline(group, stages, copies // stages, seed, config)
+        from deepspeed.pipe import PipelineModule
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=size, num_dp=copies)
+        net = PipelineModule(specs(group), topology=topology, loss_fn=squares, partition_method="uniform")
+        settings |= {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // (2 * copies), "gradient_accumulation_steps": 2}
     else:
-        settings = ds_config(**config) | {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // copies}
-        engine = deepspeed.initialize(model=halve(Stack(group), seed), config=settings, mpu=mpu)[0]
-    engine.model_group = group
+        net = whole(group)
+    initialize(net, group)
+    given = {} if stages else {"mpu": mpu}
+    engine = make_engine(halve(net, seed), settings, model_parameters=list(net.parameters()), **given)
+    engine.model_group = mpu.groups["model"]
     return engine
-
-
-def _pipeline(group: Any, stages: int, copies: int, seed: int, config: dict[str, Any]) -> Any:
-    from deepspeed.pipe import LayerSpec, PipelineModule
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
-    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=dist.get_world_size(group), num_dp=copies)
-    specs = [LayerSpec(layer[0], *_arguments(layer, group)) for layer in LAYERS]
-    net = PipelineModule(specs, topology=topology, loss_fn=squares, partition_method="uniform")
-    initialize_parts(net, group)
-    settings = ds_config(**{"stage": 1} | config)
-    settings |= {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // (2 * copies), "gradient_accumulation_steps": 2}
-    return make_engine(halve(net, seed), settings)
 
 
 def train_step(engine: Any, batch: tuple[Tensor, Tensor]) -> None:

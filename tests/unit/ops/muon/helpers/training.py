@@ -97,17 +97,9 @@ def fp32_weights(engine: Any) -> dict[str, Tensor]:
     return {name: safe_get_full_fp32_param(p).detach().cpu().clone() for name, p in trained.items()}
 
 
-def train(model: str, steps: int = 5, zero_init: bool = False, **config: Any) -> dict[str, Tensor]:
+def train(model: str, steps: int = 5, **config: Any) -> dict[str, Tensor]:
     """Train `MODELS[model]` for `steps` steps; return the master weights."""
-    import deepspeed
-
-    settings = ds_config(**config)
-    if zero_init:
-        with deepspeed.zero.Init(config_dict_or_path=settings):
-            net = MODELS[model]()
-    else:
-        net = MODELS[model]()
-    engine = make_engine(net, settings)
+    engine = make_engine(MODELS[model](), ds_config(**config))
     train_through_skips(engine, steps)
     weights = fp32_weights(engine)
     engine.destroy()

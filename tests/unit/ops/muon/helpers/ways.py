@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers import engine_state, experts, hybrid, megatron, nvme, pipelines, sequence_parallel, tensor_parallel
+from helpers import engine_state, experts, megatron, nvme, pipelines, sequence_parallel, tensor_parallel
 from helpers.experts import EP, EXPERTS, INNER, Mixtral, WithExperts, autoep, global_name, spread_model
 from helpers.language_models import WIDTH
-from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, fused_parts, halve, train_engine
+from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, full_weights, fused_parts, halve, train_engine
 from helpers.oracles import OracleConfig, Part, route
 from helpers.training import ds_config, fp32_weights, make_engine, steps_done
 
@@ -653,5 +653,23 @@ class Hybrid(Way):
         return make_engine(net, ds_config(hybrid_engine={"enabled": True}, **config))
 
     def step(self, engine: Any, number: int) -> None:
-        assert hybrid.generated(engine).equal(hybrid.expected_text(engine))
+        prompts, weights = engine.module.batch(99)[0] % 31 + 1, full_weights(engine.module)  # none is padding
+        other: Any = tensor_parallel.model(engine.module.kind).to(next(iter(weights.values())).dtype)
+        other.load_state_dict(weights, strict=False)
+        engine.eval()
+        write = self.roll_out if engine.module.kind == "qwen" else self.write
+        assert write(engine, prompts).equal(self.write(other.eval(), prompts))
+        engine.train()
         super().step(engine, number)
+
+    def write(self, net: Any, prompts: Tensor) -> Tensor:
+        with torch.no_grad():
+            return net.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False)
+
+    def roll_out(self, engine: Any, prompts: Tensor) -> Tensor:
+        from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig, build_rollout
+
+        tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+        rollout = build_rollout(SimpleNamespace(engine="hybrid_engine"), engine, tokenizer)
+        request = RolloutRequest(prompts, torch.ones_like(prompts))
+        return rollout.generate(request, SamplingConfig(max_new_tokens=4, temperature=0.0)).input_ids

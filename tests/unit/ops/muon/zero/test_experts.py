@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.matrices import routing
-from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.zero.refusals import refuse_engine
 from deepspeed.muon.zero.wrappers.experts import expert_counts, shard_group
 from helpers.distributed import run
 from helpers.experts import Mixtral, WithExperts, autoep, cut_experts, spread_model, stock_on_sequences
 from helpers.models import GLOBAL_BATCH
 from helpers.oracles import change_error, train_oracle
-from helpers.plans import cubic_cost, make_plan
 from helpers.refusals import Refusal, attempt
 from helpers.sequence_parallel import SpreadGpt, train_step
 from helpers.training import ORACLE, ds_config, fp32_weights, make_engine, with_params
@@ -90,20 +87,6 @@ def test_thousands_of_equal_matrices_go_through_few_calls(is_stack: bool, monkey
     optimizer.step()
     assert len(calls) <= 2
     assert sum(count for count, _, _ in calls) == COUNT and {shape[1:] for shape in calls} == {(ROWS, COLS)}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("is_stack", [True, False])
-def test_thousands_of_equal_matrices_are_few_batches_on_every_rank(is_stack: bool) -> None:
-    world, specs = 4, list(routing.route(Many(is_stack)).values())
-    offsets = [index * specs[0].numel for index in range(len(specs))]
-    span = COUNT * ROWS * COLS // world
-    shards = [Shard(spec, 0, Placement(at, span, 0)) for spec, at in zip(specs, offsets, strict=True)]
-    cost = cubic_cost(30.0)
-    plans = [make_plan(shards, rank, world, cost) for rank in range(world)]
-    batches = [[batch.count for bucket in plan.buckets for batch in bucket.batches] for plan in plans]
-    assert sum(map(sum, batches)) == COUNT
-    assert max(map(len, batches)) <= 2
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------

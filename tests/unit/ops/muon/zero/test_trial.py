@@ -17,7 +17,7 @@ FEW = ("stage 2", "stage 3")
 
 
 def tried(names: list[str], wrong: str = "") -> list[dict[str, Any]]:
-    """The rows for cases by name. ``wrong``: rank 1 raises, has other batches, or the reference has other settings."""
+    """The rows for cases by name. ``wrong``: rank 1 raises or has other batches."""
     import torch.distributed as dist
 
     batch, train = trial.batch, trial._train
@@ -30,20 +30,7 @@ def tried(names: list[str], wrong: str = "") -> list[dict[str, Any]]:
             raise ValueError("no luck")
         return train(zero, *rest) if zero["stage"] != 2 else {"problem": None, "error": 0.0}
 
-    changed: dict[str, dict[str, Any]] = {
-        "": {},
-        "raises": {"_train": broken},
-        "batches": {"batch": other_batch},
-        "settings": {"CLIP": 50.0},
-    }
-    if wrong == "settings":  # of the engines alone: the reference is made before
-        reference = trial._reference
-
-        def strict(*args: Any) -> Any:
-            with mock.patch.multiple(trial, CLIP=0.01):
-                return reference(*args)
-
-        changed["settings"] = {"_reference": strict}
+    changed: dict[str, dict[str, Any]] = {"": {}, "raises": {"_train": broken}, "batches": {"batch": other_batch}}
     with mock.patch.multiple(trial, CASES={name: trial.CASES[name] for name in names}, **changed[wrong]):
         return trial.try_out()
 
@@ -64,9 +51,6 @@ def test_every_case_trains_as_one_process(world: int, request: pytest.FixtureReq
     ("wrong", "words"),
     [
         ("batches", "rank 0: weights changed differently than in one process, by "),
-        pytest.param(
-            "settings", "rank 0: weights changed differently than in one process, by ", marks=pytest.mark.full
-        ),
         ("raises", "rank 1: ValueError: no luck"),
     ],
 )
