@@ -657,8 +657,9 @@ class Hybrid(Way):
         other: Any = tensor_parallel.model(engine.module.kind).to(next(iter(weights.values())).dtype)
         other.load_state_dict(weights, strict=False)
         engine.eval()
-        write = self.roll_out if engine.module.kind == "qwen" else self.write
-        assert write(engine, prompts).equal(self.write(other.eval(), prompts))
+        is_rollout = engine.module.kind == "qwen"
+        found = self.roll_out(engine, prompts) if is_rollout else self.write(engine.module, prompts)
+        assert found.equal(self.write(other.eval(), prompts))
         engine.train()
         super().step(engine, number)
 
