@@ -41,8 +41,8 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
     fields = section.get("deepspeed_config") or {}
     if kind != "DEEPSPEED" or not isinstance(fields, Mapping):
         raise SettingsError(
-            f"--config {path}: accelerate's configuration with distributed_type {kind}; this Muon needs DEEPSPEED, and "
-            "a section deepspeed_config or a deepspeed_config_file"
+            f"--config {path}: accelerate's configuration with distributed_type {kind}; expected DEEPSPEED, and a "
+            "section deepspeed_config or a deepspeed_config_file"
         )
     if fields.get("deepspeed_config_file"):
         raise SettingsError(

@@ -99,7 +99,7 @@ def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         facts = environment()
         return facts, as_text(facts, args.all)
     if "RANK" not in os.environ:
-        raise errors.SettingsError(f"--live: start it on all ranks: {LAUNCHED}")
+        raise errors.SettingsError(f"--live needs a launcher, which starts the command on all ranks: {LAUNCHED}")
     found = of_launch()
     if found is None:  # this is not rank 0, which prints and writes
         raise SystemExit(0)

@@ -99,7 +99,7 @@ def _from_hugging_face(text: str) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise ModelError(f"needs the package transformers; {EXPECTED}") from None
+        raise ModelError(f"needs the package transformers (pip install transformers); {EXPECTED}") from None
     config = _config(transformers, text)
     with _blaming(f"building {type(config).__name__} raised"), _without_data():
         try:

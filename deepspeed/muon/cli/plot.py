@@ -218,7 +218,7 @@ def _cautious(axes: Any, records: Records) -> None:
 
 
 def _heat_map(axes: Any, rows: Mapping[str, Values], colors: dict[str, Any], label: str, named: bool = True) -> Any:
-    """Draw a row of cells for each name in ``rows``, with lines between layers; return the colour bar (``label``)."""
+    """Draw a row of cells for each name in ``rows``, with lines between layers; return the labelled colour bar."""
     names, at = [*rows], sorted({samples for values in rows.values() for samples in values})
     between = [(a + b) / 2 for a, b in itertools.pairwise(at)]
     edges = [at[0] - _margin(at), *between, at[-1] + _margin(at)]

@@ -242,7 +242,7 @@ class MuonConfig(BaseModel):
 
     @property
     def reference_lr(self) -> float:
-        """Return the learning rate that a scheduler sees: the first of ``lr``, Muon's and AdamW's that is not 0."""
+        """Return the learning rate that a scheduler sees: the first of ``lr``, Muon's and AdamW's rate above 0."""
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 

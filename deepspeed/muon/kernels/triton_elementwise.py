@@ -210,7 +210,7 @@ def advance_codes_kernel(
 
 @triton.jit
 def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
-    """Return ``keep param``; if ``CAUTIOUS``, elements of ``param`` whose update has the opposite sign stay."""
+    """Return ``param`` times ``keep``; if ``CAUTIOUS``, elements whose update has the opposite sign do not change."""
     if CAUTIOUS:
         opposed = ((update < 0) & (param > 0)) | ((update > 0) & (param < 0))
         return tl.where(opposed, param, param * keep)

@@ -217,7 +217,7 @@ FOREIGN = {
     "two": ('{"a": {"zero_optimization": {}}, "b": {"zero_optimization": {}}}', "ds_configs lie under a, b"),
     "names": ("deepspeed: configs/zero2.json\nbf16: true\n", "its key deepspeed names one: give configs/zero2.json"),
     "arguments": ("output_dir: out\nlearning_rate: 1e-4\ngradient_accumulation_steps: 2\n", "training arguments"),
-    "fsdp": ("distributed_type: FSDP\nfsdp_config: {}\n", "distributed_type FSDP; this Muon needs DEEPSPEED"),
+    "fsdp": ("distributed_type: FSDP\nfsdp_config: {}\n", "distributed_type FSDP; expected DEEPSPEED"),
     "points": (
         "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
         "give the file that its deepspeed_config_file names, ds.json",

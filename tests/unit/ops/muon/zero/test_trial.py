@@ -150,6 +150,9 @@ def test_a_survey_ends_the_process_group_that_it_made() -> None:
 def test_without_a_launcher(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert main.main(["report", "--live"]) == 2
-    assert "--live: start it on all ranks: deepspeed --module deepspeed.muon.cli report" in capsys.readouterr().err
+    assert (
+        "--live needs a launcher, which starts the command on all ranks: deepspeed --module deepspeed.muon.cli report"
+        in capsys.readouterr().err
+    )
     assert main.main(["report", "--out", "x"]) == 2
     assert "--out works only with --live" in capsys.readouterr().err
