@@ -483,15 +483,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             states = [self.create_state(p, use_muon=False) for p in tensors]
             decoupled, others = self.config.adam_w_mode, []
             for tensor, state in zip(tensors, states, strict=True):
+                fragments = self._fragments.get(tensor, [])
                 if adamw.is_rounded(tensor):
-                    fragments = self._fragments[tensor]
                     adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.context.kernels, self.workspace)
+                elif any(adamw.steps_missed(group, fragment) for fragment in fragments):
+                    adamw.step_by_parameter(tensor, state, group, decoupled, fragments)
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
         if self._stats is not None:
             self._stats.after_adamw(
-                (adamw.update_squares(state, group, fragment.position, fragment.numel), fragment.numel)
+                (adamw.update_squares(state, group, fragment), fragment.numel)
                 for tensor, state in zip(tensors, states, strict=True)
                 for fragment in self._fragments[tensor]
             )

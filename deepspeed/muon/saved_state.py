@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.log import logger
+from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.math.choice import unknown, unknown_methods
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, kept_dtype, zero_codes
 from deepspeed.muon.step.normuon_moments import SAVED
@@ -296,7 +297,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks"}
     settings = {key: value for key, value in saved.items() if key not in left_out}
     # Schedules change rates all the time, and the other keys are choices that the saved run made, not settings.
-    silent = {"lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED}
+    silent = {"lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED, STARTED}
     if current.get("use_muon"):  # torch's schedulers change the betas of every group; a Muon group's have no effect
         silent.add("betas")
     for key, value in settings.items():
@@ -307,4 +308,4 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
                 current.get("name"),
                 change,
             )
-    return {key: value for key, value in current.items() if key != "params"} | settings
+    return {key: value for key, value in current.items() if key not in ("params", STARTED)} | settings

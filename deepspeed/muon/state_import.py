@@ -19,6 +19,7 @@ from torch import Tensor
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import logger
+from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import fused_names
@@ -82,15 +83,26 @@ def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source
     """Write this rank's part of the imported state of a partition's parameters into the bound optimizer's tensors.
 
     Parameters that are not in ``actions`` keep their state. The step count of a tensor that holds several parameters
-    becomes the largest of theirs.
+    becomes the largest of theirs; a group of AdamW notes for the others how many of these steps they missed.
     """
+    group, made = optimizer.param_groups[partition.index], dict[str, float]()
+    for shard in partition.shards:
+        name = shard.spec.name
+        if action := actions.get(name):  # step 0 for moments at zero: their bias correction starts again
+            made[name] = 0.0 if action == "zero" else source.step(name)
+        elif not group["use_muon"]:
+            missed = group.get(STARTED, {}).get(name, 0)
+            made[name] = float(optimizer.state[partition.tensors[shard.tensor]]["step"]) - missed
+    imported = {shard.tensor for shard in partition.shards if shard.spec.name in actions}
     steps: dict[int, float] = {}
     for shard in partition.shards:
-        if action := actions.get(shard.spec.name):  # step 0 for moments at zero: their bias correction starts again
-            count = 0.0 if action == "zero" else source.step(shard.spec.name)
-            steps[shard.tensor] = max(count, steps.get(shard.tensor, 0.0))
-    for index, count in steps.items():
-        optimizer.state[partition.tensors[index]]["step"].fill_(count)
+        steps[shard.tensor] = max(made.get(shard.spec.name, 0.0), steps.get(shard.tensor, 0.0))
+    for index in imported:
+        optimizer.state[partition.tensors[index]]["step"].fill_(steps[index])
+    if not group["use_muon"]:
+        missed_by = {s.spec.name: int(steps[s.tensor] - made[s.spec.name]) for s in partition.shards}
+        started = group.get(STARTED, {}) | missed_by
+        group[STARTED] = {name: count for name, count in started.items() if count}
     for shard, start, stop, position in partition.pieces():
         action = actions.get(shard.spec.name)
         for key in KEYS[shard.spec.use_muon] if action else ():
@@ -99,6 +111,7 @@ def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source
             else:
                 whole = source.read(shard.spec.name, "exp_avg" if action == "first_moment" else key)
                 values = whole.reshape(-1)[start:stop]
+                values = torch.nn.functional.pad(values, (0, stop - start - values.numel()))  # rows that are new
             optimizer.write_state(partition.tensors[shard.tensor], key, values, position)
 
 

@@ -20,6 +20,9 @@ from deepspeed.muon.math.wide import in_fp32
 
 #: Elements that :func:`update_squares` processes at a time.
 CHUNK = 2**20
+#: Key of a group: parameter name -> the step of its tensor before which the parameter's moments were zero. A tensor of
+#: ZeRO holds many parameters and counts its steps once; parameters without an entry have made them all.
+STARTED = "started_at"
 
 
 def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
@@ -42,6 +45,28 @@ def step(
     grads = [p.grad for p in tensors if p.grad is not None]
     means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
     _update(list(tensors), grads, means, squares, steps, group, decoupled)
+
+
+def steps_missed(group: Mapping[str, Any], fragment: Fragment) -> int:
+    """Return how many steps of its tensor a parameter has not made; see :data:`STARTED`."""
+    return group.get(STARTED, {}).get(fragment.name.partition("@")[0], 0)
+
+
+def step_by_parameter(
+    tensor: Tensor, state: dict[str, Any], group: Mapping[str, Any], decoupled: bool, fragments: Sequence[Fragment]
+) -> None:
+    """Act as :func:`step` for a contiguous tensor whose parameters have made different numbers of steps.
+
+    ``fragments``: which elements of which parameters the tensor holds; padding between them does not change.
+    """
+    assert tensor.grad is not None
+    stored = [x.reshape(-1) for x in (tensor.data, tensor.grad, state["exp_avg"], state["exp_avg_sq"])]
+    tensors, grads, means, squares = (
+        [x[part.position : part.position + part.numel] for part in fragments] for x in stored
+    )
+    steps = [state["step"] - steps_missed(group, part) for part in fragments]
+    _update(tensors, grads, means, squares, steps, group, decoupled)
+    state["step"] += 1
 
 
 def is_rounded(tensor: Tensor) -> bool:
@@ -67,13 +92,14 @@ def step_in_bf16(
     stored = [x.view(-1) for x in (tensor, state["exp_avg"], state["exp_avg_sq"])]
     state["step"] += 1
     step = int(state["step"])
-    for name, first, position, numel in fragments:
-        place = slice(position, position + numel)
+    for fragment in fragments:
+        name, first, position, numel = fragment
+        place, made = slice(position, position + numel), done - steps_missed(group, fragment)
         # With common random numbers, the rounding errors of weights and moments would have the same sign.
         keys = [key_of(f"{name} {role}", step) for role in ("weight", "exp_avg", "exp_avg_sq")]
         for part, wide in in_fp32([x[place] for x in stored], keys, first, kernels, work):
             weights, means, squares = ([x] for x in wide)
-            _update(weights, [grad[place][part].float()], means, squares, [done.clone()], group, decoupled)
+            _update(weights, [grad[place][part].float()], means, squares, [made.clone()], group, decoupled)
 
 
 def _update(
@@ -112,11 +138,13 @@ def has_fused_kernel(device_type: str) -> bool:
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names)
 
 
-def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], start: int, length: int) -> Tensor:
-    """Return the sum of squares of AdamW's last update at learning rate 1, without weight decay; fp32, 0-D. It covers
-    ``length`` elements from index ``start``, in row-major order. ``state``: of the tensor, after the step.
+def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], fragment: Fragment) -> Tensor:
+    """Return the sum of squares of AdamW's last update at learning rate 1, without weight decay; fp32, 0-D.
+
+    ``fragment``: the elements that it covers. ``state``: of the tensor that holds them, after the step.
     """
-    (beta1, beta2), steps = group["betas"], float(state["step"])
+    (beta1, beta2), steps = group["betas"], float(state["step"]) - steps_missed(group, fragment)
+    start, length = fragment.position, fragment.numel
     steps = steps if group.get("bias_correction", True) else torch.inf
     means, squares = state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
     total = torch.zeros((), dtype=torch.float32, device=means.device)

@@ -41,11 +41,13 @@ def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, A
     ``shapes``: name -> shape of each tensor in the model's state dict; ``exclude_frozen`` leaves out frozen parameters.
     ``groups``: the optimizer's parameter groups, with the keys that decide whether they fit.
     ``layout``: a hash of the positions of all parameters in the flat tensors of all ranks.
+    ``params``: at stage 0, the names of the parameters of each group.
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
     names = {"matrices": sorted(muon_names(optimizer))}
     groups = [group | names if group["use_muon"] else group for group in optimizer.param_groups]
     kept = ("use_muon", "ns_choice", "ns_methods", "owner_counts", "matrices")
+    is_stage_0 = not engine.zero_optimization()
     return {
         "stage": engine.zero_optimization_stage(),
         "wrapper": engine.muon_adapter.CLASS,
@@ -55,7 +57,7 @@ def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, A
         "shapes": _shapes(engine.module, exclude_frozen),
         "groups": [{key: group[key] for key in kept if key in group} for group in groups],
         "layout": _layout(optimizer.all_partitions),
-    }
+    } | ({"params": _names_by_group(optimizer)} if is_stage_0 else {})
 
 
 def model_share(engine: Any) -> tuple[int, int]:
@@ -72,6 +74,12 @@ def _shapes(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, list[int
         for name, value in module.state_dict().items()
         if isinstance(value, torch.Tensor) and name not in frozen
     }
+
+
+def _names_by_group(optimizer: MuonWithAuxAdam) -> list[list[str]]:
+    """Return the parameters' names at stage 0, in the order of the optimizer's state, which has no names."""
+    partitions = sorted(optimizer.all_partitions, key=lambda partition: partition.index)
+    return [[shard.spec.name for shard in partition.shards] for partition in partitions]
 
 
 def _layout(partitions: list[Partition]) -> str:

@@ -22,6 +22,7 @@ from deepspeed.muon.log import logger
 from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero.bind import compare_plans
 from deepspeed.muon.zero.checkpoint import compatibility, files, manifest, nvme_load
+from deepspeed.muon.zero.checkpoint.changed_model import loading_by_name, renames_allowed
 from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
 from deepspeed.muon.zero.checkpoint.nvme_load import loading_with_nvme
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
@@ -157,7 +158,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
     adapter, is_universal = engine.muon_adapter, engine.load_universal_checkpoint()
-    if is_universal:
+    renames, is_changed = renames_allowed(engine._config._param_dict.get("checkpoint")), False
+    if is_universal and renames is None:
         refuse_universal(engine)
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         # With load_module_only and optimizer states DeepSpeed would load nothing.
@@ -165,8 +167,9 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     tag: str | None
     if is_universal:  # it has no save id
         tag, save_id = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError), None
+        is_changed = renames is not None
     else:
-        tag, save_id = _agreed(engine, arguments)
+        tag, save_id, is_changed = _agreed(engine, arguments, may_change=renames is not None)
     arguments["tag"] = tag
     if save_id is None and tag is not None and engine.global_rank == 0:
         why = " (DeepSpeed's converter writes none)" if is_universal else ""
@@ -181,7 +184,9 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         """Gather the weights of ``tag``, not of ``latest``, as DeepSpeed does at stage 3 without optimizer states."""
         return original(*args, **options | {"tag": tag})
 
+    by_name = loading_by_name(engine, arguments, renames) if is_changed and renames is not None else None
     with (
+        by_name or nullcontext(lambda load: load(**arguments)) as call,
         replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=gather_tag),
         replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
         SafeFiles(engine).in_use() if is_torchs(engine.checkpoint_engine) else nullcontext(),
@@ -189,7 +194,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         keeping_scaler_class(engine.optimizer),
     ):
         rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
-        result = original(**arguments)
+        result = call(original)
     if result[0] is not None:
         # Gradients of an unfinished step belong to the weights from before the load.
         engine.micro_steps -= _position(engine)
@@ -214,21 +219,24 @@ def _check_mapped(original: Callable, loader: Any) -> None:
     loader.checkpoint_engine = checkpoint_engine
 
 
-def _agreed(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return (tag to load, id of its save), ``None`` without one; raise on all ranks what any of them found wrong."""
+def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[str | None, str | None, bool]:
+    """Return (tag to load, id of its save, whether the run was different); tag and id are ``None`` without one.
+
+    Raise on all ranks what any of them found wrong. ``may_change``: whether the run may have been different.
+    """
     found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
-    for rank, (_, _, problems) in enumerate(found):
-        for text in problems:
+    for rank, (_, _, damages, misfit) in enumerate(found):
+        for text in [*damages, *([misfit] if misfit and not may_change else ())]:
             ranks.setdefault(text, []).append(rank)
     listed = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
-    seen = [(tag, save_id) for tag, save_id, _ in found]
+    seen = [(tag, save_id) for tag, save_id, *_ in found]
     if not listed and len(set(seen)) > 1:
         listed = [f"the ranks see different checkpoints, by (tag, id of the save): {seen[:MAX_LISTED]}"]
     if listed:
         is_first = engine.global_rank == 0  # one rank looks for another tag to suggest
         raise CheckpointError(broadcast(_refusal(arguments["load_dir"], seen[0][0], listed) if is_first else None))
-    return seen[0]
+    return *seen[0], any(misfit for *_, misfit in found)
 
 
 def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
@@ -246,21 +254,23 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
     )
 
 
-def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
+def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str], str | None]:
     """Look at the checkpoint that ``load_checkpoint(**arguments)`` would load; each rank looks at its files.
 
-    Return its tag (``None`` if there is none), the id of its save (``None`` without a manifest), and what does not fit.
+    Return its tag (``None`` if there is none), the id of its save (``None`` without a manifest), what is damaged, and
+    why it does not fit the engine (``None`` if it fits).
     """
-    tag, header, problems = arguments["tag"], None, []
+    tag, header, damages, misfit = arguments["tag"], None, list[str](), None
     try:
         _refuse_moved(engine)
         tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
         if tag is not None:
             header = manifest.read_header(Path(arguments["load_dir"], tag))
-            problems = _misfits(engine, arguments, tag, header)
+            damages = _damages(engine, arguments, tag, header)
+            misfit = None if damages else _misfit(engine, arguments, tag, header)
     except Exception as error:  # a damaged file can raise anything, and the other ranks wait for this view
-        problems = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
-    return tag, header["save_id"] if header else None, problems
+        damages = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
+    return tag, header["save_id"] if header else None, damages, misfit
 
 
 def _refuse_moved(engine: Any) -> None:
@@ -292,8 +302,8 @@ def _latest(folder: Path, name: str = "latest") -> str | None:
     raise CheckpointError(f"the file {name} is empty")
 
 
-def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
-    """Return messages about damaged files of ``tag``; if none are, a message if it does not fit the engine.
+def _damages(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
+    """Return messages about missing and damaged files of ``tag``, and about a model in other parts.
 
     ``arguments``: those of ``load_checkpoint``, by name. ``header``: of the checkpoint's manifest; ``None`` without.
     """
@@ -301,15 +311,22 @@ def _misfits(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
     if not folder.is_dir():
         return [f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names")]
     if header is None:
-        saved = compatibility.checkpoint_fingerprint(engine, arguments, tag)
+        return []
+    saved_count, (_, count) = len(header["structures"]), compatibility.model_share(engine)
+    if saved_count != count:
+        what = "parts (pipeline stages x tensor-parallel ranks)"
+        return [f"it was saved with the model in {saved_count} {what}, this run has {count}; use the same numbers"]
+    mine = range(engine.global_rank, header["world_size"], engine.world_size)
+    return [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]
+
+
+def _misfit(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> str | None:
+    """Return why the undamaged checkpoint ``tag`` does not fit the engine; ``None`` if it fits."""
+    if header is not None:
+        saved = header["structures"][compatibility.model_share(engine)[0]]
     else:
-        saved_count, (share, count) = len(header["structures"]), compatibility.model_share(engine)
-        if saved_count != count:
-            what = "parts (pipeline stages x tensor-parallel ranks)"
-            return [f"it was saved with the model in {saved_count} {what}, this run has {count}; use the same numbers"]
-        saved = header["structures"][share]
-        mine = range(engine.global_rank, header["world_size"], engine.world_size)
-        if found := [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]:
-            return found
-    text = compatibility.difference(engine, saved, arguments | {"tag": tag})
-    return [] if text is None else [text]
+        try:
+            saved = compatibility.checkpoint_fingerprint(engine, arguments, tag)
+        except CheckpointError as error:  # its files have other names than this engine's, or are unreadable
+            return str(error)
+    return compatibility.difference(engine, saved, arguments | {"tag": tag})

@@ -21,6 +21,7 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.muon.errors import ImportStateError, UnsupportedError
 from deepspeed.muon.log import logger
+from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -61,17 +62,28 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
 
     def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
         """Replace ``_load_universal_checkpoint``: check the files on all ranks before anything changes, then load."""
+        if adapter.opened_universal is not None:
+            load_weights_and_states(adapter, *adapter.opened_universal, load_optimizer_states)
+            return
         check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
         opened, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
-        _load(adapter, opened, actions, load_optimizer_states)
+        load_weights_and_states(adapter, opened, actions, load_optimizer_states)
+        if load_optimizer_states and opened.is_ours:
+            _load_second_moments(engine, optimizer, opened)
+            _load_settings(adapter.wrapper, optimizer, opened)
+        if engine.global_rank == 0:
+            log_import(optimizer, opened.source, actions)
+            if not opened.is_ours:
+                warn_of_fused(optimizer, opened.source, actions)
+            _warn_of_what_stays(engine, optimizer)
 
     if hasattr(adapter.wrapper, "_load_universal_checkpoint"):  # not at stage 0
         adapter.replace("_load_universal_checkpoint", load)
     if engine.load_universal_checkpoint():
-        replace(engine, "_get_all_ckpt_names", _either_name)
+        replace(engine, "_get_all_ckpt_names", either_name)
 
 
-def _either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
+def either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
     """Replace ``_get_all_ckpt_names``: also find model files with the names that other ZeRO stages give them."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
     others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
@@ -96,6 +108,7 @@ class Folder:
         matrices = {name for group in self.groups for name in group.get("matrices", ())}
         names = (str(file.parent.relative_to(self.zero)) for file in self.zero.rglob(f"{WEIGHT}.pt"))
         self.is_muon = {name: name in matrices for name in names}
+        self.missed = {name: n for group in self.groups for name, n in group.get(STARTED, {}).items()}
         title = f"a checkpoint of {self.common.get(ORIGIN, 'Muon' if self.is_ours else 'AdamW')}"
         self.source = Source(title, self.is_muon, self.read, self.step)
 
@@ -114,11 +127,11 @@ class Folder:
     def step(self, name: str) -> float:
         """Return how many optimizer steps the parameter has had."""
         if (self.zero / name / "step.pt").is_file():
-            return float(self._open(f"{name}/step.pt"))
+            return float(self._open(f"{name}/step.pt")) - self.missed.get(name, 0)
         state = self.common.get("optimizer_state_dict", {}).get("state", {})
         for entry in (*state.values(), *self.groups):
             if "step" in entry:
-                return float(entry["step"])
+                return float(entry["step"]) - self.missed.get(name, 0)
         raise ImportStateError(
             f"the universal checkpoint {self.zero.parent} has no step count for {name}; convert it again"
         )
@@ -203,26 +216,18 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 
 @torch.no_grad()
-def _load(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
-    """Load fp32 weights and, if ``load_states``, optimizer states, group settings and the loss scale.
+def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
+    """Load fp32 weights and, if ``load_states``, optimizer states.
 
     At stages 1 and 2 the engine itself then updates the model's weights from the fp32 ones.
     """
-    engine, optimizer = adapter.engine, adapter.optimizer
+    optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():
         for shard, start, stop, position in partition.pieces():
-            target = partition.tensors[shard.tensor].view(-1)[position : position + stop - start]
-            target.copy_(folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop])
+            values = folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop]
+            partition.tensors[shard.tensor].view(-1)[position : position + values.numel()] = values
         if load_states:
             write_state(optimizer, partition, folder.source, actions)
-    if load_states and folder.is_ours:
-        _load_second_moments(engine, optimizer, folder)
-        _load_settings(adapter.wrapper, optimizer, folder)
-    if engine.global_rank == 0:
-        log_import(optimizer, folder.source, actions)
-        if not folder.is_ours:
-            warn_of_fused(optimizer, folder.source, actions)
-        _warn_of_what_stays(engine, optimizer)
 
 
 def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
@@ -249,7 +254,8 @@ def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
     """Load the groups' settings, the clipping threshold and the loss scale, each only if it fits this run."""
     for group, saved in _matched(optimizer, folder.groups):
-        group.update(settings_of(group, saved))
+        settings = settings_of(group, saved)
+        group.update({key: value for key, value in settings.items() if key != STARTED})  # counted anew for this layout
         group.pop(KEPT_AS, None)
     optimizer.bind_again()
     common = folder.common

@@ -86,6 +86,14 @@ class Stage0(Adapter):
                     undo.callback(groups.pop)
             yield
 
+    @torch.no_grad()
+    def publish_weights(self) -> None:
+        """Copy the tensors that the optimizer updates to the model's parameters."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            for param, master in zip(self.params(index), group["params"], strict=True):
+                if param is not master:
+                    param.copy_(master)
+
     def patch_state_access(self) -> None:
         """Give each parameter the methods that ``safe_get_*`` and ``safe_set_*`` call."""
         for index, group in enumerate(self.optimizer.param_groups):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from deepspeed.muon.math import adamw
+from deepspeed.muon.math.momentum_storage import Fragment
 
 GROUP = {"betas": (0.9, 0.95), "lr": 0.1, "weight_decay": 0.1, "eps": 1e-8}
 
@@ -37,7 +38,7 @@ def test_three_steps_are_those_of_the_formulas(
     torch.testing.assert_close([state["exp_avg"] for state in states], means, rtol=1e-10, atol=1e-15)
     for state, tensor, update in zip(states, tensors, updates, strict=True):
         assert state["step"] == 3
-        found = adamw.update_squares(state, group, 0, tensor.numel())
+        found = adamw.update_squares(state, group, Fragment("", 0, 0, tensor.numel()))
         torch.testing.assert_close(found.double(), update.square().sum(), rtol=1e-5, atol=0)
 
 

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the checkpoint of a run whose model, parameter groups, stage or ranks were different: by parameter name.
+
+``"checkpoint": {"muon_changed_model": "match"}`` in the ds_config allows it. The checkpoint is converted to a universal
+one next to it, which is removed after the load. What both runs train keeps weight and state; the rest is listed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint import constants
+from torch import Tensor
+
+from deepspeed.muon.config.messages import did_you_mean
+from deepspeed.muon.errors import CheckpointError, MuonConfigError
+from deepspeed.muon.log import logger
+from deepspeed.muon.matrices.splitting import MatrixSpec
+from deepspeed.muon.seam import replaced
+from deepspeed.muon.state_import import Actions, Source
+from deepspeed.muon.step.normuon_moments import SAVED
+from deepspeed.muon.zero.checkpoint import stage0_conversion
+from deepspeed.muon.zero.checkpoint.compatibility import loads_states
+from deepspeed.muon.zero.checkpoint.safe_load import read_model
+from deepspeed.muon.zero.checkpoint.universal import MOMENTUM, WEIGHT, Folder, either_name, load_weights_and_states
+from deepspeed.muon.zero.consensus import raise_on_all_ranks
+from deepspeed.muon.zero.tp_ranks import tp_rank
+
+KEY = "checkpoint.muon_changed_model"
+#: The most names that one line of the log lists.
+MAX_LISTED = 10
+#: Characters of the converter's output that an error quotes.
+MAX_QUOTED = 600
+
+
+@dataclass(frozen=True)
+class Renames:
+    """How names in a checkpoint become names of this model: (regular expression, replacement), the first that fits."""
+
+    pairs: tuple[tuple[re.Pattern[str], str], ...] = ()
+
+    def __call__(self, name: str) -> str:
+        """Return the name in this model of what the checkpoint calls ``name``."""
+        for pattern, replacement in self.pairs:
+            if pattern.search(name):
+                return pattern.sub(replacement, name)
+        return name
+
+
+def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
+    """Return what ``muon_changed_model`` in the section ``checkpoint`` of a ds_config allows; ``None``: no change.
+
+    Raises:
+        MuonConfigError: it is neither "error", "match" nor {"rename": {pattern: replacement}}.
+    """
+    name = KEY.partition(".")[2]
+    if wrong := [key for key in section or () if key.startswith("muon") and key != name]:
+        raise MuonConfigError(f"checkpoint.{wrong[0]}: unknown key; {did_you_mean(wrong[0], [name], '')}")
+    value = (section or {}).get(name, "error")
+    if value in ("error", "match"):
+        return None if value == "error" else Renames()
+    if not isinstance(value, Mapping) or set(value) != {"rename"} or not isinstance(value["rename"], Mapping):
+        raise MuonConfigError(
+            f'{KEY}: got {value!r}; expected "error", "match" or {{"rename": {{"^old\\\\.": "new."}}}}'
+        )
+    pairs = []
+    for pattern, replacement in value["rename"].items():
+        try:
+            pairs.append((re.compile(pattern), str(replacement)))
+        except re.error as error:
+            raise MuonConfigError(f"{KEY}.rename: {pattern!r} is not a regular expression: {error}") from None
+    return Renames(tuple(pairs))
+
+
+# ---- what the checkpoint has ------------------------------------------------------------------------------------
+
+
+class ModelFiles:
+    """The model's values in a checkpoint's model files: frozen parameters and buffers, and at stages 0 to 2 all."""
+
+    def __init__(self, folder: Path) -> None:
+        names = sorted(
+            folder.glob("*model_states.pt"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
+        )
+        self._ranks = [read_model(file) for file in names]
+        first = self._ranks[0]
+        #: The saved state of the learning-rate schedule; ``None`` without one.
+        self.lr_scheduler: dict[str, Any] | None = first.get("lr_scheduler")
+        self._values = {name: value for name, value in (first["module"] or {}).items() if isinstance(value, Tensor)}
+        self.shapes = {name: tuple(value.shape) for name, value in self._values.items()}
+        trained = first.get(constants.PARAM_SHAPES) or []
+        for shapes in (*trained, first.get(constants.FROZEN_PARAM_SHAPES) or {}):
+            self.shapes |= {name: tuple(shape) for name, shape in shapes.items()}
+
+    def read(self, name: str) -> Tensor | None:
+        """Return the value of a parameter or buffer; ``None`` if these files do not have it."""
+        shape, value = self.shapes.get(name), self._values.get(name)
+        if value is not None and tuple(value.shape) == shape:
+            return value
+        parts = [(rank.get(constants.FROZEN_PARAM_FRAGMENTS) or {}).get(name) for rank in self._ranks]
+        if shape is None or any(part is None for part in parts):
+            return None
+        return torch.cat([part.reshape(-1) for part in parts])[: math.prod(shape)].view(shape)
+
+
+class MatchedFolder(Folder):
+    """A universal checkpoint that is read by the names of another model.
+
+    Args:
+        folder: the universal checkpoint.
+        renames: saved name -> name in this model.
+        title: what the log calls it.
+    """
+
+    def __init__(self, folder: str, renames: Renames, title: str) -> None:
+        super().__init__(folder, {})
+        self.files = ModelFiles(Path(folder))
+        trained = {name for name in self.is_muon if (self.zero / name / f"{MOMENTUM}.pt").is_file()}
+        self.saved_names = {renames(name): name for name in sorted({*self.files.shapes, *trained})}
+        self.shapes = {name: self.files.shapes[saved] for name, saved in self.saved_names.items()}
+        self.is_muon = {renames(name): self.is_muon[name] for name in trained}
+        self.missed = {renames(name): count for name, count in self.missed.items()}
+        for group in self.groups:
+            if SAVED in group:
+                group[SAVED] = {renames(name): moment for name, moment in group[SAVED].items()}
+        self.source = Source(title, self.is_muon, self.read, self.step)
+
+    def read(self, name: str, key: str) -> Tensor:
+        """Return a parameter's weight or state ``key``; an empty tensor if the checkpoint does not have it."""
+        if name in self.is_muon:
+            return super().read(self.saved_names[name], key)
+        value = self.files.read(self.saved_names.get(name, name)) if key == WEIGHT else None
+        return torch.empty(0, device="cpu") if value is None else value
+
+    def step(self, name: str) -> float:
+        """Return how many optimizer steps the parameter has had."""
+        return super().step(self.saved_names[name])
+
+
+# ---- what becomes of each parameter -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a load by names does: ``actions`` of :func:`write_state`, and texts for the log -> names of parameters."""
+
+    folder: MatchedFolder
+    actions: Actions
+    outcomes: dict[str, list[str]]
+
+
+def match(engine: Any, path: str, renames: Renames, title: str, load_states: bool) -> Match:
+    """Compare a universal checkpoint with the engine's model; read only sizes.
+
+    Raises:
+        CheckpointError: a parameter has another shape, and not only more or fewer rows of an embedding; or two saved
+            parameters get one name.
+    """
+    folder, optimizer = MatchedFolder(path, renames, title), engine.basic_optimizer
+    if len(folder.saved_names) < len(folder.files.shapes):
+        raise CheckpointError(f"{KEY}.rename gives several parameters of the checkpoint the same name")
+    outcomes: dict[str, list[str]] = {}
+    actions: Actions = {}
+    problems = []
+    specs = {spec.name: spec for spec in optimizer.specs.values()}
+    for spec in specs.values():
+        saved = folder.shapes.get(spec.name)
+        if saved is not None and saved != spec.shape and not _differs_in_rows(spec, saved, folder):
+            problems.append(
+                f"{spec.name} has shape {list(saved)} in the checkpoint and {list(spec.shape)} in the model"
+            )
+            continue
+        action, text = _outcome(spec, folder, optimizer.config.import_momentum)
+        outcomes.setdefault(text, []).append(spec.name)
+        if load_states:
+            actions[spec.name] = action
+    current = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
+    for name in current.keys() - specs.keys():
+        is_known = folder.shapes.get(name) == current[name]
+        text = "frozen, weight as saved" if is_known else "frozen, as the model was built"
+        outcomes.setdefault(text, []).append(name)
+    buffers = {name for name, _ in engine.module.named_buffers()}
+    if gone := sorted(folder.shapes.keys() - current.keys() - buffers):
+        outcomes["dropped, not in this model"] = gone
+    if problems:
+        raise CheckpointError("; ".join(problems[:4]) + f"{f' and {len(problems) - 4} more' * (len(problems) > 4)}")
+    return Match(folder, actions, outcomes)
+
+
+def _differs_in_rows(spec: MatrixSpec, saved: tuple[int, ...], folder: MatchedFolder) -> bool:
+    """Return whether only the number of rows differs, of a matrix that AdamW updates, such as an embedding."""
+    is_adamw = not spec.use_muon and not folder.is_muon.get(spec.name, False)
+    return is_adamw and len(saved) == len(spec.shape) >= 1 and saved[1:] == spec.shape[1:]
+
+
+def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> tuple[str, str]:
+    """Return (action of :func:`write_state`, text for the log) of a trained parameter."""
+    if spec.name not in folder.is_muon:
+        return "zero", "state new, weight as saved" if spec.name in folder.shapes else "new, as the model was built"
+    was_muon = folder.is_muon[spec.name]
+    if was_muon and not spec.use_muon:
+        return "zero", "weight as saved, moved from Muon to AdamW, whose state starts at zero"
+    if spec.use_muon and not was_muon:
+        how = "from AdamW's first moment" if import_momentum == "first_moment" else "at zero"
+        return import_momentum, f"weight as saved, moved from AdamW to Muon, momentum {how}"
+    if (old := folder.shapes[spec.name][:1]) != spec.shape[:1]:
+        return "kept", f"{old[0]} rows became {spec.shape[0]}, those of both keep weight and state"
+    return "kept", "weight and state as saved"
+
+
+# ---- the load ---------------------------------------------------------------------------------------------------
+
+
+def refuse_changed(engine: Any) -> None:
+    """Raise CheckpointError for engines whose ranks hold different parameters."""
+    found = [
+        name
+        for name, is_used in (
+            ("pipelines", engine.pipeline_parallelism),
+            ("tensor parallelism", tp_rank(engine)[1] > 1),
+            ("experts that are spread over ranks", engine.has_moe_layers),
+        )
+        if is_used
+    ]
+    if found:
+        raise CheckpointError(f"{KEY}: not supported with {' and '.join(found)}; remove it, or use one rank per model")
+
+
+@contextmanager
+def loading_by_name(
+    engine: Any, arguments: Mapping[str, Any], renames: Renames
+) -> Iterator[Callable[[Callable], tuple[Any, Any]]]:
+    """Convert the checkpoint and check it on all ranks; yield a function that loads it, as DeepSpeed's
+    ``load_checkpoint``, which it gets. All ranks raise CheckpointError before anything is changed.
+
+    ``arguments``: those of ``load_checkpoint``, by name.
+    """
+    refuse_changed(engine)
+    saved, load_states = Path(arguments["load_dir"], arguments["tag"]), loads_states(arguments)
+    with _universal(engine, saved) as folder, _in_universal_mode(engine):
+        check = partial(match, engine, str(folder), renames, f"the checkpoint {saved}", load_states)
+        found = raise_on_all_ranks(check, lambda why: CheckpointError(f"{saved} cannot be matched: {why}"))
+        _check_schedule(engine, arguments, found.folder.files)
+
+        def load(original: Callable) -> tuple[Any, Any]:
+            options = {**arguments, "load_dir": str(folder.parent), "tag": folder.name}
+            adapter = engine.muon_adapter
+            adapter.opened_universal = found.folder, found.actions
+            try:
+                if engine.zero_optimization():
+                    path, client_state = original(**options)
+                else:
+                    path, client_state = _load_at_stage_0(engine, options, found, load_states)
+            finally:
+                adapter.opened_universal = None
+            if load_states and found.folder.is_ours:
+                optimizer = engine.basic_optimizer
+                optimizer.second_moments.load(found.folder.groups, optimizer.context.is_logging)
+                optimizer.bind_again()
+            _write_untrained(engine, found.folder)
+            if engine.global_rank == 0:
+                _log(saved, found.outcomes)
+            return path and str(saved / Path(path).name), client_state
+
+        yield load
+
+
+@contextmanager
+def _universal(engine: Any, saved: Path) -> Iterator[Path]:
+    """Yield a universal checkpoint with the contents of ``saved``: itself, or one that lives as long as the context."""
+    if engine.load_universal_checkpoint():
+        yield saved
+        return
+    temporary = saved.with_name(f".{saved.name}.universal")
+    try:
+        raise_on_all_ranks(partial(_convert, engine, saved, temporary / saved.name), CheckpointError)
+        yield temporary / saved.name
+    finally:
+        torch.distributed.barrier()
+        if engine.global_rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _convert(engine: Any, saved: Path, target: Path) -> None:
+    """Convert a checkpoint on rank 0, with DeepSpeed's converter; at stage 0, which it does not know, with ours."""
+    if engine.global_rank:
+        return
+    logger.info("deepspeed-muon: converting the checkpoint %s to a universal one, to load it by parameter names", saved)
+    shutil.rmtree(target.parent, ignore_errors=True)
+    if not any(saved.glob("*_optim_states.pt")):
+        stage0_conversion.convert(saved, target)
+        return
+    module = "deepspeed.checkpoint.ds_to_universal"
+    options = ("--input_folder", str(saved), "--output_folder", str(target), "--inject_missing_state")
+    target.mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *options], capture_output=True, text=True, env=os.environ, check=False
+    )
+    if done.returncode:
+        raise CheckpointError(f"DeepSpeed's converter failed: {(done.stderr or done.stdout).strip()[-MAX_QUOTED:]}")
+
+
+@contextmanager
+def _in_universal_mode(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed take the engine for one whose config asks for a universal checkpoint."""
+    with replaced(engine, load_universal_checkpoint=lambda original: True, _get_all_ckpt_names=either_name):
+        yield
+
+
+def _check_schedule(engine: Any, arguments: Mapping[str, Any], files: ModelFiles) -> None:
+    """Raise CheckpointError if the saved schedule is of another number of parameter groups."""
+    if engine.lr_scheduler is None or not loads_states(arguments, "lr_scheduler"):
+        return
+    saved = files.lr_scheduler
+    rates, current = (saved or {}).get("base_lrs"), getattr(engine.lr_scheduler, "base_lrs", None)
+    if saved is None or (rates is not None and current is not None and len(rates) != len(current)):
+        what = (
+            "no schedule" if saved is None else f"a schedule of {len(rates)} parameter groups, this run {len(current)}"
+        )
+        raise CheckpointError(f"the checkpoint has {what}; pass load_lr_scheduler_states=False")
+
+
+def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load_states: bool) -> tuple[Any, Any]:
+    """Load counters and schedule as DeepSpeed does, and weights and states by name, which it cannot at stage 0."""
+    folder, tag, *_ = options["load_dir"], options["tag"]
+    rest = {key: value for key, value in options.items() if key not in ("engine", "self", "load_dir", "tag")}
+    path, client_state = engine._load_checkpoint(folder, tag, **rest | {"load_optimizer_states": False})
+    client_state.pop("optimizer", None)
+    load_weights_and_states(engine.muon_adapter, found.folder, found.actions, load_states)
+    engine.muon_adapter.publish_weights()
+    return path, client_state
+
+
+@torch.no_grad()
+def _write_untrained(engine: Any, folder: MatchedFolder) -> None:
+    """Write frozen parameters and buffers that the checkpoint has; a collective at stage 3."""
+    from deepspeed import zero
+
+    trained = {spec.name for spec in engine.basic_optimizer.specs.values()}
+    for name, param in engine.module.named_parameters():
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        if name in trained or folder.shapes.get(name) != shape:
+            continue
+        with zero.GatheredParameters([param], modifier_rank=0):
+            if param.numel():
+                param.copy_(folder.read(name, WEIGHT).reshape(shape))
+    for name, buffer in engine.module.named_buffers():
+        if folder.shapes.get(name) == tuple(buffer.shape):
+            buffer.copy_(folder.read(name, WEIGHT).reshape(buffer.shape))
+
+
+def _log(saved: Path, outcomes: Mapping[str, Iterable[str]]) -> None:
+    lines = []
+    for text, names in outcomes.items():
+        listed = list(names)
+        more = ", ..." if len(listed) > MAX_LISTED else ""
+        lines.append(f"  {len(listed)}: {text} ({', '.join(listed[:MAX_LISTED])}{more})")
+    logger.info(
+        "deepspeed-muon: %s was loaded by parameter names, with the learning rates and other settings of this run's "
+        "config. Parameters:\n%s",
+        saved,
+        "\n".join(lines),
+    )
