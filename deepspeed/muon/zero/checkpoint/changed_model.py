@@ -91,10 +91,8 @@ class ModelFiles:
     """The model's values in a checkpoint's model files: frozen parameters and buffers, and at stages 0 to 2 all."""
 
     def __init__(self, folder: Path) -> None:
-        names = sorted(
-            folder.glob("*model_states.pt"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
-        )
-        self._ranks = [read_model(file) for file in names]
+        files = sorted(folder.glob("*model_states.pt"), key=lambda file: list(map(int, re.findall(r"\d+", file.name))))
+        self._ranks = [read_model(file) for file in files]
         first = self._ranks[0]
         #: The saved state of the learning-rate schedule; ``None`` without one.
         self.lr_scheduler: dict[str, Any] | None = first.get("lr_scheduler")
@@ -109,10 +107,10 @@ class ModelFiles:
         shape, value = self.shapes.get(name), self._values.get(name)
         if value is not None and tuple(value.shape) == shape:
             return value
-        parts = [(rank.get(constants.FROZEN_PARAM_FRAGMENTS) or {}).get(name) for rank in self._ranks]
-        if shape is None or any(part is None for part in parts):
+        fragments = [rank.get(constants.FROZEN_PARAM_FRAGMENTS) or {} for rank in self._ranks]
+        if shape is None or not all(name in rank for rank in fragments):
             return None
-        return torch.cat([part.reshape(-1) for part in parts])[: math.prod(shape)].view(shape)
+        return torch.cat([rank[name].reshape(-1) for rank in fragments])[: math.prod(shape)].view(shape)
 
 
 class MatchedFolder(Folder):
@@ -324,12 +322,14 @@ def _check_schedule(engine: Any, arguments: Mapping[str, Any], files: ModelFiles
     if engine.lr_scheduler is None or not loads_states(arguments, "lr_scheduler"):
         return
     saved = files.lr_scheduler
-    rates, current = (saved or {}).get("base_lrs"), getattr(engine.lr_scheduler, "base_lrs", None)
-    if saved is None or (rates is not None and current is not None and len(rates) != len(current)):
-        what = (
-            "no schedule" if saved is None else f"a schedule of {len(rates)} parameter groups, this run {len(current)}"
+    if saved is None:
+        raise CheckpointError("the checkpoint has no learning-rate schedule; pass load_lr_scheduler_states=False")
+    old, new = len(saved.get("base_lrs", ())), len(getattr(engine.lr_scheduler, "base_lrs", ()))
+    if old and new and old != new:  # torch's schedulers save a rate per group
+        raise CheckpointError(
+            f"the checkpoint has a learning-rate schedule of {old} parameter groups, this run has {new}; pass "
+            "load_lr_scheduler_states=False"
         )
-        raise CheckpointError(f"the checkpoint has {what}; pass load_lr_scheduler_states=False")
 
 
 def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load_states: bool) -> tuple[Any, Any]:
@@ -346,14 +346,14 @@ def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load
 @torch.no_grad()
 def _write_untrained(engine: Any, folder: MatchedFolder) -> None:
     """Write frozen parameters and buffers that the checkpoint has; a collective at stage 3."""
-    from deepspeed import zero
+    from deepspeed.runtime.zero import GatheredParameters
 
     trained = {spec.name for spec in engine.basic_optimizer.specs.values()}
     for name, param in engine.module.named_parameters():
         shape = tuple(getattr(param, "ds_shape", param.shape))
         if name in trained or folder.shapes.get(name) != shape:
             continue
-        with zero.GatheredParameters([param], modifier_rank=0):
+        with GatheredParameters([param], modifier_rank=0):
             if param.numel():
                 param.copy_(folder.read(name, WEIGHT).reshape(shape))
     for name, buffer in engine.module.named_buffers():
