@@ -67,7 +67,8 @@ def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
     """
     name = KEY.partition(".")[2]
     if wrong := [key for key in section or () if key.startswith("muon") and key != name]:
-        raise MuonConfigError(f"checkpoint.{wrong[0]}: unknown key; {did_you_mean(wrong[0], [name], '')}")
+        hint = did_you_mean(wrong[0], [name], f"the only key of deepspeed-muon in this section is {name}", quote="'")
+        raise MuonConfigError(f"checkpoint.{wrong[0]}: unknown key; {hint}")
     value = (section or {}).get(name, "error")
     if value in ("error", "match"):
         return None if value == "error" else Renames()
@@ -185,7 +186,7 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
         if load_states:
             actions[spec.name] = action
     current = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
-    for name in current.keys() - specs.keys():
+    for name in sorted(current.keys() - specs.keys()):
         is_known = folder.shapes.get(name) == current[name]
         text = "frozen, weight as saved" if is_known else "frozen, as the model was built"
         outcomes.setdefault(text, []).append(name)

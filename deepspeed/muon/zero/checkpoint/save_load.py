@@ -32,6 +32,8 @@ from deepspeed.muon.zero.wrappers.loss_scale import keeping_scaler_class
 
 #: The most problems or tags that one error lists.
 MAX_LISTED = 4
+#: The section of a ds_config that allows a load by parameter names.
+MATCH = '"checkpoint": {"muon_changed_model": "match"}'
 #: Arguments of ``save_checkpoint`` and ``load_checkpoint`` that must be equal on all ranks.
 COMMON = {
     "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
@@ -235,7 +237,10 @@ def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[s
         listed = [f"the ranks see different checkpoints, by (tag, id of the save): {seen[:MAX_LISTED]}"]
     if listed:
         is_first = engine.global_rank == 0  # one rank looks for another tag to suggest
-        raise CheckpointError(broadcast(_refusal(arguments["load_dir"], seen[0][0], listed) if is_first else None))
+        text = broadcast(_refusal(arguments["load_dir"], seen[0][0], listed) if is_first else None)
+        if any(misfit for *_, misfit in found) and not any(damages for _, _, damages, _ in found):
+            text += f". To load what both runs have, by parameter names, set {MATCH} in ds_config.json"
+        raise CheckpointError(text)
     return *seen[0], any(misfit for *_, misfit in found)
 
 

@@ -4,6 +4,7 @@
 The reference carries weights and states by name in one process, in float64.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed.muon import CheckpointError, MuonConfigError
+from deepspeed.muon.zero.checkpoint.changed_model import renames_allowed
 from helpers.distributed import run
 from helpers.engine_state import named_states
 from helpers.logs import logged
@@ -20,18 +23,26 @@ from helpers.oracles import adam_update, clipped, gradients_of, muon_update
 from helpers.training import ORACLE, ds_config, fp32_weights, make_engine, with_params
 
 MATCH = {"checkpoint": {"muon_changed_model": "match"}}
+RENAMES = {"checkpoint": {"muon_changed_model": {"rename": {r"^layers\.": "blocks."}}}}
 TOKENS, WIDTH = 13, 12
 
 
 class Layers(nn.Module):
     """An embedding, `depth` layers with biases and a head; `frozen`: prefixes of the names that do not train."""
 
-    def __init__(self, rows: int = TOKENS, depth: int = 2, frozen: tuple[str, ...] = (), stem: str = "layers") -> None:
+    def __init__(
+        self,
+        rows: int = TOKENS,
+        depth: int = 2,
+        frozen: tuple[str, ...] = (),
+        stem: str = "layers",
+        width: int = WIDTH,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(rows, WIDTH)
+        self.tokens = nn.Embedding(rows, width)
         self.stem = stem
-        setattr(self, stem, nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
-        self.lm_head = nn.Linear(WIDTH, TOKENS, bias=False)
+        setattr(self, stem, nn.ModuleList(nn.Linear(width, width) for _ in range(depth)))
+        self.lm_head = nn.Linear(width, TOKENS, bias=False)
         self.register_buffer("scale", torch.ones(()))
         initialize_(self, 0)
         for name, param in self.named_parameters():
@@ -57,10 +68,14 @@ def train(engine: Any, first: int, steps: int) -> None:
         engine.step()
 
 
-def build(seed: int, model: dict[str, Any], **config: Any) -> Any:
+def build(seed: int, model: dict[str, Any], reverse: bool = False, **config: Any) -> Any:
+    """An engine; with `reverse` the parameters come in the opposite order, in two groups."""
     net = Layers(**model)
     initialize_(net, seed)
-    return make_engine(net, ds_config(**config))
+    if not reverse:
+        return make_engine(net, ds_config(**config))
+    params = [param for param in net.parameters() if param.requires_grad][::-1]
+    return make_engine(net, ds_config(**config), model_parameters=[{"params": params[:2]}, {"params": params[2:]}])
 
 
 def save(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Tensor]:
@@ -76,7 +91,7 @@ def save(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Tensor]
 
 def load(folder: str, model: dict[str, Any], steps: int = 2, **config: Any) -> dict[str, Any]:
     """Load by names; return weights and states after the load, weights after more steps, the log and counters."""
-    engine = build(2, model, **MATCH, **config)
+    engine = build(2, model, **MATCH | config)
     initial = fp32_weights(engine)
     with logged() as said:
         path, _ = engine.load_checkpoint(folder)
@@ -107,14 +122,17 @@ def continued(model: dict[str, Any], state: dict[str, Tensor], steps: dict[str, 
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
-#: Change -> (model that is saved, model that loads, names that are new, config that differs).
+#: Change -> (model that is saved, model that loads, names whose state is new, settings that differ in the load).
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]]] = {
     "a layer more": ({}, {"depth": 3}, ["layers.2.weight", "layers.2.bias"], {}),
     "a layer less": ({"depth": 3}, {}, [], {}),
-    "rows more": ({}, {"rows": 17}, [], {}),
+    "more rows": ({}, {"rows": 17}, [], {}),
+    "fewer rows": ({"rows": 17}, {}, [], {}),
     "frozen now": ({}, {"frozen": ("layers.0", "tokens")}, [], {}),
     "thawed": ({"frozen": ("layers.0", "tokens")}, {}, ["layers.0.weight", "layers.0.bias", "tokens.weight"], {}),
-    "from Muon to AdamW": ({}, {}, ["layers.1.weight"], {"muon_exclude": ["layers.1"]}),
+    "from Muon to AdamW": ({}, {}, ["layers.1.weight"], {"optimizer": with_params(muon_exclude=["layers.1"])}),
+    "another order": ({}, {}, [], {"reverse": True}),
+    "other names": ({}, {"stem": "blocks"}, [], RENAMES),
 }
 
 
@@ -123,10 +141,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, An
 def test_what_both_models_have_goes_on(
     change: str, saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
 ) -> None:
-    before, after, new, params = CHANGES[change]
+    before, after, new, settings = CHANGES[change]
     (stage, world), (to_stage, to_world) = saved, loaded
     old = run(save, world, folder=str(tmp_path), model=before, stage=stage)[0]
-    found = run(load, to_world, folder=str(tmp_path), model=after, stage=to_stage, optimizer=with_params(**params))[0]
+    found = run(load, to_world, folder=str(tmp_path), model=after, stage=to_stage, **settings)[0]
+    old = {re.sub(r"^layers\.", f"{after.get('stem', 'layers')}.", name): value for name, value in old.items()}
     state, steps = {}, {}
     for name, value in found["loaded"].items():
         parameter = name.rpartition(".")[0] if name.count("momentum_buffer") or "exp_avg" in name else name
@@ -143,3 +162,60 @@ def test_what_both_models_have_goes_on(
         if name in found["trained"]:
             change_of = (weight - state[name].double()).norm()
             assert (found["trained"][name].double() - weight).norm() <= 1e-4 * change_of + 1e-9, name
+
+
+# ---- what the log says, and what is refused ---------------------------------------------------------------------
+
+
+def test_the_log_lists_what_became_of_the_parameters(tmp_path: Path) -> None:
+    run(save, 2, folder=str(tmp_path), model={"depth": 3, "frozen": ("tokens",)}, stage=2)
+    found, other = run(load, 2, folder=str(tmp_path), model={"frozen": ("layers.0",)}, stage=1)
+    text = next(line for line in found["said"] if "was loaded by parameter names" in line)
+    assert [line for line in other["said"] if "parameter names" in line] == []
+    assert text.splitlines()[1:] == [
+        "  3: weight and state as saved (layers.1.weight, layers.1.bias, lm_head.weight)",
+        "  1: state new, weight as saved (tokens.weight)",
+        "  2: frozen, weight as saved (layers.0.bias, layers.0.weight)",
+        "  2: dropped, not in this model (layers.2.bias, layers.2.weight)",
+    ]
+    assert found["path"] == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step3", "latest"], "the copy is gone"
+
+
+def refuse(folder: str, model: dict[str, Any], **config: Any) -> tuple[str, bool]:
+    """The error of a load, and whether it left weights and states as they were."""
+    engine = build(2, model, **MATCH | config)
+    train(engine, 0, 1)
+    before = fp32_weights(engine) | named_states(engine)
+    with pytest.raises(CheckpointError) as error:
+        engine.load_checkpoint(folder)
+    after = fp32_weights(engine) | named_states(engine)
+    engine.destroy()
+    return str(error.value), all(after[name].equal(value) for name, value in before.items())
+
+
+def test_a_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
+    run(save, 1, folder=str(tmp_path), model={}, stage=1)
+    error, is_unchanged = run(refuse, 1, folder=str(tmp_path), model={"width": 16}, stage=2)[0]
+    assert is_unchanged and "layers.0.weight has shape [12, 12] in the checkpoint and [16, 16] in the model" in error
+
+
+def test_a_changed_model_is_an_error_unless_the_config_allows_it(tmp_path: Path) -> None:
+    run(save, 1, folder=str(tmp_path), model={}, stage=1)
+    error, is_unchanged = run(
+        refuse, 1, folder=str(tmp_path), model={"depth": 3}, stage=1, checkpoint={"muon_changed_model": "error"}
+    )[0]
+    assert is_unchanged and '"checkpoint": {"muon_changed_model": "match"}' in error
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"muon_changed_model": "mach"}, 'got \'mach\'; expected "error", "match" or {"rename":'),
+        ({"muon_changed_models": "match"}, "unknown key; did you mean 'muon_changed_model'?"),
+        ({"muon_changed_model": {"rename": {"(": ""}}}, "is not a regular expression"),
+    ],
+)
+def test_a_wrong_value_is_refused(section: dict[str, Any], text: str) -> None:
+    with pytest.raises(MuonConfigError, match=re.escape(text)):
+        renames_allowed(section)
