@@ -39,8 +39,8 @@ from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.tp_ranks import tp_rank
 
 KEY = "checkpoint.muon_changed_model"
-#: The most names that one line of the log lists.
-MAX_LISTED = 10
+#: The most names that one line of the log lists, and the most problems that one error lists.
+MAX_LISTED, MAX_PROBLEMS = 10, 4
 #: Characters of the converter's output that an error quotes.
 MAX_QUOTED = 600
 
@@ -194,7 +194,8 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
     if gone := sorted(folder.shapes.keys() - current.keys() - buffers):
         outcomes["dropped, not in this model"] = gone
     if problems:
-        raise CheckpointError("; ".join(problems[:4]) + f"{f' and {len(problems) - 4} more' * (len(problems) > 4)}")
+        more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+        raise CheckpointError("; ".join(problems[:MAX_PROBLEMS]) + more)
     return Match(folder, actions, outcomes)
 
 
