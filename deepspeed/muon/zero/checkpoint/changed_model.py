@@ -73,9 +73,8 @@ def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
     if value in ("error", "match"):
         return None if value == "error" else Renames()
     if not isinstance(value, Mapping) or set(value) != {"rename"} or not isinstance(value["rename"], Mapping):
-        raise MuonConfigError(
-            f'{KEY}: got {value!r}; expected "error", "match" or {{"rename": {{"^old\\\\.": "new."}}}}'
-        )
+        example = '{"rename": {"^old": "new"}}'
+        raise MuonConfigError(f'{KEY}: got {value!r}; expected "error", "match" or an object such as {example}')
     pairs = []
     for pattern, replacement in value["rename"].items():
         try:
@@ -169,7 +168,7 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
     """
     folder, optimizer = MatchedFolder(path, renames, title), engine.basic_optimizer
     if len(folder.saved_names) < len(folder.files.shapes):
-        raise CheckpointError(f"{KEY}.rename gives several parameters of the checkpoint the same name")
+        raise CheckpointError(f"{KEY}: rename gives several parameters of the checkpoint the same name")
     outcomes: dict[str, list[str]] = {}
     actions: Actions = {}
     problems = []

@@ -255,7 +255,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
     """Load the groups' settings, the clipping threshold and the loss scale, each only if it fits this run."""
     for group, saved in _matched(optimizer, folder.groups):
         settings = settings_of(group, saved)
-        group.update({key: value for key, value in settings.items() if key != STARTED})  # counted anew for this layout
+        group.update({key: value for key, value in settings.items() if key != STARTED})  # counted again for this layout
         group.pop(KEPT_AS, None)
     optimizer.bind_again()
     common = folder.common

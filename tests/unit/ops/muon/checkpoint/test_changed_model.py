@@ -210,7 +210,7 @@ def test_a_changed_model_is_an_error_unless_the_config_allows_it(tmp_path: Path)
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({"muon_changed_model": "mach"}, 'got \'mach\'; expected "error", "match" or {"rename":'),
+        ({"muon_changed_model": "mach"}, 'got \'mach\'; expected "error", "match" or an object such as {"rename":'),
         ({"muon_changed_models": "match"}, "unknown key; did you mean 'muon_changed_model'?"),
         ({"muon_changed_model": {"rename": {"(": ""}}}, "is not a regular expression"),
     ],
