@@ -39,7 +39,7 @@ class Adapter:
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
         self.has_warned_of_frozen = False
-        #: The universal checkpoint that is being loaded by parameter names, and what to do with each; normally ``None``.
+        #: The universal checkpoint that is being loaded by names, and what to do with each parameter; mostly ``None``.
         self.opened_universal: tuple[Any, dict[str, str]] | None = None
 
     @property
