@@ -54,7 +54,10 @@ class BucketBuffers:
         return self.beside_the_shards(run.in_place).narrow(0, at, run.copy.numel)
 
     def beside_the_shards(self, in_place: bool) -> Tensor:
-        """Return the 1-D buffer on the shards' device for runs with this ``in_place``, see :class:`ShardRun`."""
+        """Return the 1-D buffer, on the shards' device, of the runs that are ``in_place``, or of the others.
+
+        Under CPU offload it is the host memory, otherwise the matrices or the send buffer.
+        """
         return self._buffer(in_place) if self.host is None else self.host
 
     def segments(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -76,12 +79,12 @@ class BucketBuffers:
             self.pending.pop().wait()
 
     def unpack(self) -> None:
-        """Copy received elements into their matrices, unless they were received there directly."""
+        """Copy received elements from the receive buffer into the matrices, unless they were received there."""
         for copy in self.bucket.scattered:
             grid_view(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
-        """Copy the results of elements that :meth:`unpack` has copied into the receive buffer, which is sent back."""
+        """Copy the results of what :meth:`unpack` copied into the receive buffer, from which they are sent back."""
         for copy in self.bucket.scattered:
             self._received(copy).copy_(grid_view(self.matrices, copy))
 

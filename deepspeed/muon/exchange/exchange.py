@@ -101,14 +101,16 @@ class Exchange:
         return {name: vector.cpu() for name, vector in vectors.items()}
 
     def largest(self, values: Tensor, names: Sequence[str]) -> None:
-        """Replace each value by its maximum over the ranks; a collective. ``names``: the matrices, for messages."""
+        """Replace each value by its maximum over the ranks; a collective. ``names``: of the matrices, for errors."""
         largest = torch.distributed.ReduceOp.MAX
         launch = partial(torch.distributed.all_reduce, values, largest, group=self.group, async_op=True)
         self._collectives.start("", tuple(names), launch).wait()
 
     def run(self, plan: Plan, program: Program, phases: Phases, phase: Phase) -> None:
-        """Carry out the program of a plan. ``phases``: computes between the collectives. ``phase``: entered around
-        ``prepare``, ``exchange`` (waiting for collectives), ``newton_schulz`` and ``apply``.
+        """Carry out the program of a plan.
+
+        ``phases``: does the work between the collectives. ``phase``: returns the context to enter around a phase, whose
+        name is ``prepare``, ``exchange`` (waiting for collectives), ``newton_schulz`` or ``apply``.
         """
         # Allocate every storage now, in its final size: none is replaced while a bucket uses it, and all exist before
         # copies on other streams are made to wait for earlier uses of this memory.

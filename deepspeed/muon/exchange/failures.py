@@ -40,7 +40,7 @@ class _Steps:
 
 @contextmanager
 def failures_reported() -> Iterator[None]:
-    """Report an exception that is raised inside, in a step that all ranks take, to the other ranks; then raise it."""
+    """Report an exception raised inside, during a step that all ranks take, to the other ranks; then raise it."""
     if _Steps.has_failed:  # the script has handled an exception and continues; all ranks may have had it
         with suppress(Exception):
             torch.distributed.distributed_c10d._get_default_store().delete_key(_key(_Steps.number))

@@ -97,7 +97,7 @@ def broadcast(value: Any, source: int = 0) -> Any:
 
 
 def union(names: Iterable[str]) -> list[str]:
-    """Return the names that occur on any rank, each once; a collective. Of ranks with equal names one sends."""
+    """Return the names that occur on any rank, each once; a collective. Ranks with equal names send them once."""
     local = list(names)
     digests = gathered(hashlib.sha256("\n".join(local).encode()).hexdigest())
     firsts = [ranks[0] for ranks in ranks_by_value(digests).values()]
@@ -136,8 +136,9 @@ def group_of(ranks: Sequence[int]) -> Any:
         return torch.distributed.group.WORLD
     if not is_made(ranks):
         raise RuntimeError(
-            f"the loaded state lets ranks {list(ranks)} share matrices, but they have no process group for that; "
-            "load it with engine.load_checkpoint on all ranks, or before the first step"
+            f"by the loaded state, ranks {list(ranks)} orthogonalize matrices together, but they have no process "
+            "group, which only all ranks can make; call engine.load_checkpoint on all ranks, or load the state before "
+            "the first step"
         )
     return _made[torch.distributed.group.WORLD, tuple(ranks)]
 

@@ -26,7 +26,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 class Staging:
-    """The copies between host memory and DeepSpeed's accelerator, on a stream for each direction."""
+    """Copies tensors between host memory and DeepSpeed's accelerator, on one stream per direction."""
 
     def __init__(self) -> None:
         self._accelerator = get_accelerator()

@@ -43,7 +43,7 @@ def neighbours_in(group: Any, ranks_per_node: int) -> int:
 
 @dataclass(frozen=True)
 class OwnerSet:
-    """The collectives among the owners of some matrices, who all make the same calls in the same order.
+    """The collectives among the ranks that own some matrices together; all of them make the same calls in one order.
 
     Args:
         group: process group of the owners.

@@ -100,18 +100,22 @@ class PendingCollective:
             yield
         except Exception as error:
             if type(error) is not plain and not isinstance(error, torch.distributed.DistError):
-                logger.error("deepspeed-muon: %s in %s", type(error).__name__, self.location())
+                logger.error("deepspeed-muon: Muon's step raised %s in %s", type(error).__name__, self.location())
                 raise
             cause = f". The first error in this step was on {first}" if (first := first_failure()) else ""
             raise ExchangeError(
-                f"the exchange failed in {self.location()}: another rank died, or did not join within the timeout of "
-                "the process group; look first at the log of a rank without this error. If ranks are only slow, "
-                f"raise the timeout with DEEPSPEED_TIMEOUT (minutes). The backend's error: {error}{cause}"
+                f"communication between ranks failed in Muon's step, in {self.location()}: another rank died, or "
+                "did not join within the timeout of the process group; look first at the log of a rank without this "
+                "error. If ranks are only slow, raise the timeout with DEEPSPEED_TIMEOUT (minutes). The backend's "
+                f"error: {error}{cause}"
             ) from error
 
 
 class PendingCollectives:
-    """The latest collectives of the parameter group named ``group``, whose tensors are on ``device``."""
+    """The latest collectives of the parameter group named ``group``, in which the watchdog looks for one that hangs.
+
+    ``device``: of their tensors.
+    """
 
     def __init__(self, group: str, device: torch.device = CPU) -> None:
         self._group, self._device = group, device
@@ -121,10 +125,12 @@ class PendingCollectives:
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
-        """Launch a collective and return it. ``bucket``: such as "2 of 5"; empty for the look for gradients before the
-        first bucket. ``names``, ``launch``: the arguments ``names`` and ``start`` of :class:`PendingCollective`.
+        """Launch a collective and return it.
+
+        ``bucket``: such as "2 of 5"; empty for the check for missing gradients, before the first bucket. ``names``,
+        ``launch``: the arguments ``names`` and ``start`` of :class:`PendingCollective`.
         """
-        what = f"bucket {bucket}" if bucket else "the look for gradients"
+        what = f"bucket {bucket}" if bucket else "the check for missing gradients"
         if len(self._latest) == MAX_LATEST and (earlier := self._latest.popleft()).handle is None:
             self._marks.append(earlier.mark)
         if self._marks and self._marks[0].item():
@@ -146,7 +152,8 @@ class PendingCollectives:
         slow = next((collective for collective in latest if collective.is_slow()), None)
         if slow is not None and not slow.is_reported:
             logger.error(
-                "deepspeed-muon: the exchange has not ended in %s; another rank is slow or died, look at its log",
+                "deepspeed-muon: Muon's step is waiting for other ranks in %s; one of them is slow or has died, look "
+                "at their logs",
                 slow.location(),
             )
             for collective in latest:

@@ -103,9 +103,9 @@ def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
-    """Return how to split gate from up; the shape of the down projection in ``owner`` tells along which axis."""
+    """Return how to split gate from up, along the axis that the shape of the down projection in ``owner`` implies."""
     if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
-        raise ValueError(f"single outputs of gate and up alternate in {name}, which cannot be split")
+        raise ValueError(f"gate and up are interleaved output by output in {name}, so they cannot be split")
     axis = _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
     if axis is None:
         raise ValueError(f"there is no down projection next to {name} whose shape confirms that it holds gate and up")
@@ -152,4 +152,4 @@ def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
 
 
 def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:
-    return ValueError(f"the {outputs} outputs of {name} are not the {parts} of heads that the model declares")
+    return ValueError(f"{name} has {outputs} outputs, not the size of {parts} of the heads in the model's config")

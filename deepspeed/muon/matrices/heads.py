@@ -140,14 +140,14 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
     ``gated``: the attention module is one of :data:`GATED_CLASSES`; each head's gate becomes a matrix of its own.
 
     Raises:
-        ValueError: the outputs are not whole heads, or could be heads of several widths.
+        ValueError: the outputs cannot be divided into these heads, or in more than one way.
     """
     candidates = _candidates(leaf.lower(), heads, outputs, 2 if gated else 1)
     fitting = {sizes for sizes in candidates if sum(sizes) == outputs}
     if len(fitting) == 1:
         return Cut(fitting.pop(), axis)
-    what = "could be heads of several widths" if fitting else "are not whole heads"
-    raise ValueError(f"its {outputs} outputs {what}; the model has {heads}")
+    how = "can be divided into heads in more than one way" if fitting else "cannot be divided into its heads"
+    raise ValueError(f"its {outputs} outputs {how}; the model has {heads}")
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:

@@ -39,8 +39,9 @@ def first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
 class Use(NamedTuple):
     """One place in the model that uses a parameter; a tied parameter has several.
 
-    ``name``: the parameter's name in the model. ``path``: name in the model of ``module``, which has the parameter as
-    ``attribute``, without the names that wrappers such as DDP and PEFT add. ``parent``: the module that contains it.
+    ``name``: the parameter's name in the model. ``module`` has the parameter as its ``attribute``. ``path``: name of
+    ``module`` in the model, without the parts that wrappers such as DDP and PEFT add. ``parent``: the module that
+    contains ``module``.
     """
 
     name: str

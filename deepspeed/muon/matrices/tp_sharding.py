@@ -112,7 +112,10 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
         return None
     local = local_shape(param)
     if axis >= len(local) or len(local) > 2:
-        raise ValueError(f"its partition_dim {axis} is not an axis of a matrix")
+        raise ValueError(
+            f"its shape is {list(local)} and its partition_dim {axis}; expected at most 2 dimensions, and "
+            "partition_dim 0 (rows) or 1 (columns)"
+        )
     if local[axis] % stride:
         raise ValueError(
             f"its {local[axis]} rows or columns on a rank are not a multiple of its partition_stride {stride}"

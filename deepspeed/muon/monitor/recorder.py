@@ -27,7 +27,7 @@ from deepspeed.muon.monitor.step_stats import (
 
 
 class Recorder:
-    """Measure steps on all ranks; rank 0 writes the sums. The constructor and :meth:`record` are collectives.
+    """Measures steps on all ranks; rank 0 writes the sums. The constructor and :meth:`record` are collectives.
 
     ``optimizer``: a :class:`deepspeed.muon.optimizer.MuonWithAuxAdam` that is bound. ``synchronize``: waits for the
     accelerator.

@@ -53,10 +53,10 @@ class Sample(NamedTuple):
 
 
 class StepStats:
-    """Record one step on one rank.
+    """What the monitor records about one step, measured on one rank.
 
-    Every value is a quotient of two sums over the elements that this rank holds. Adding both sums over all ranks gives
-    the value of the whole parameter, however it is sharded.
+    Each value is the quotient of a numerator and a denominator, summed over the elements that this rank holds. Their
+    sums over all ranks give the value of the whole parameter, however it is sharded.
 
     ``synchronize``: waits for the accelerator, so that its work is charged to the phase that started it. ``sample``:
     the matrix to measure, if this rank is its owner.

@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Adjacent runs: contiguous elements in the shard, from index ``start``, and in a buffer, from index ``at``."""
+    """Adjacent runs treated as one: contiguous in the shard, from index ``start``, and in a buffer, from ``at``."""
 
     start: int
     at: int
@@ -97,7 +97,7 @@ class ShardRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape, or a slice of each, adjacent in the bucket's matrices from index ``start``.
+    """Matrices of one shape, or one slice of each of them; they are adjacent in the bucket, from index ``start`` on.
 
     ``rows``, ``cols``: of each matrix or slice. ``axis``: along which a matrix has its outputs. ``shape``: (rows,
     columns) of the whole matrices. ``owners``: how many ranks own each matrix, one slice each.
@@ -152,7 +152,7 @@ class Bucket:
 
     @cached_property
     def received_at(self) -> int | None:
-        """Return the index in the buffer of matrices at which elements can be received in order; ``None`` if not."""
+        """Return where in the matrices a collective can receive directly; ``None`` if it needs a receive buffer."""
         first = self.received[0].start if self.received else 0
         is_direct = all(
             copy.rows == 1 and copy.start == first + copy.at and (copy.times == 1 or copy.start_step == copy.at_step)
@@ -167,8 +167,9 @@ class Bucket:
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
-        """Return, by run, its index in the bucket's host memory under CPU offload. Runs that are ``in_place`` come
-        first, one after another; the send buffer follows in its own order.
+        """Return for each run where it starts in the bucket's host memory, which CPU offload uses.
+
+        First come the runs that are ``in_place``, then the others in the order of the send buffer.
         """
         places, end = [], 0
         in_place = sum(run.copy.numel for run in self.runs if run.in_place)
@@ -185,8 +186,9 @@ class Bucket:
         return tuple(_merged(parts, _continued))
 
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
-        """Return groups of runs, as indices, whose momentum and weights are updated in one call each. A group has all
-        runs of one row with the same tensor, buffer and ``scale``; a run of several rows is a group of its own.
+        """Return groups of runs, as tuples of indices; one call updates momentum and weights of a group.
+
+        Runs that are a single row are grouped by tensor, buffer and ``scale``; any other run is a group of its own.
         """
         groups: dict[tuple, list[int]] = {}
         for index, run in enumerate(self.runs):
@@ -260,8 +262,9 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 
 
 def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: bool) -> Bucket:
-    """Return a bucket as ``rank`` sees it if every rank holds every matrix whole. It has the results of all other
-    owners if ``only_results``, otherwise the matrices that ``rank`` owns.
+    """Return a bucket as ``rank`` sees it at stage 0, where every rank holds every matrix whole.
+
+    It has the results of all other owners if ``only_results``, otherwise the matrices that ``rank`` owns.
     """
     taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
     numel, sent, runs = 0, [0] * world_size, []
@@ -299,7 +302,7 @@ def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
 
 
 def sends_own_part(item: PlacedBlock, rank: int) -> bool:
-    """Return whether ``rank``, if it owns no other matrix in the bucket, sends its own part of this one to itself too.
+    """Return whether ``rank`` also sends itself its part of a matrix, the only one that it owns in the bucket.
 
     All parts then arrive in order and need no receive buffer. That saves memory if the own part, which needs room in
     the send buffer, is less than half of the matrix. If it is the first or last part, the others arrive in order
@@ -317,8 +320,9 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
-    """Yield the copies from the receive buffer into the matrices. ``incoming``: by source rank, (index at which the
-    piece's matrix starts, piece) pairs.
+    """Yield the copies from the receive buffer into the matrices.
+
+    ``incoming``: for each source rank, pairs (index at which the piece's matrix starts, piece).
     """
     at, sources = 0, []
     for pieces in incoming:
@@ -390,7 +394,7 @@ def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
-    """Yield one batch for each sequence of matrices of equal :func:`kind_of`; they are stored one after another."""
+    """Yield a batch for each sequence of matrices with equal :func:`kind_of`, which are stored one after another."""
     start = 0
     for _, group in groupby(items, key=kind_of):
         alike = list(group)

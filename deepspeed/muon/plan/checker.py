@@ -32,8 +32,9 @@ COMMON = ("kind", "dtype", "numel", "root")
 
 
 def violation(programs: Sequence[Program]) -> str | None:
-    """Return how the programs break a rule, with rank and operation; ``None`` if they break none. ``programs``: by
-    rank, for all ranks that share a partition.
+    """Return how the programs break a rule, with rank and operation; ``None`` if they break none.
+
+    ``programs``: one for each rank that shares a partition.
     """
     for rank, program in enumerate(programs):
         for text in _broken_order(program):
@@ -45,7 +46,7 @@ def lost_elements(views: Sequence[Plan]) -> str | None:
     """Return which matrix or bucket has lost elements, by counting; ``None`` if no element is lost.
 
     Over all ranks the runs must have as many elements as each matrix, and all elements of a matrix must reach its
-    owner. ``views``: by rank, the plan as that rank sees it.
+    owner. ``views``: for each rank, the plan as it sees it.
     """
     found = Counter[str]()
     for view in views:
@@ -64,8 +65,9 @@ def lost_elements(views: Sequence[Plan]) -> str | None:
 
 
 def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
-    """Return why the collectives of all ranks cannot merge into one order; ``None`` if they can. ``calls``: by rank,
-    its collectives in order. Every rank of a collective's group must call it.
+    """Return why the collectives of all ranks cannot merge into one order; ``None`` if they can.
+
+    ``calls``: for each rank, its collectives in order. Every rank of a collective's group must call it.
     """
     done, come = [0] * len(calls), dict[Group, list[int]]()
     arriving = list(range(len(calls)))
@@ -90,7 +92,7 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
 
 
 def _mismatch(calls: Sequence[Collective]) -> str | None:
-    """Return how the calls of one collective differ; ``None`` if they match. ``calls``: by index in the group."""
+    """Return how the calls of one collective differ; ``None`` if they match. ``calls``: one per rank of the group."""
     first, ranks = calls[0], calls[0].group.ranks
     for rank, call in zip(ranks, calls, strict=True):
         if any(getattr(call, name) != getattr(first, name) for name in COMMON) or bool(call.sent) != bool(first.sent):
@@ -108,7 +110,8 @@ def _mismatch(calls: Sequence[Collective]) -> str | None:
 
 def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
     """Return which rank waits for which, starting with the first that waits; ``None`` if no rank has calls left.
-    ``done``: by rank, how many of its calls have ended.
+
+    ``done``: for each rank, how many of its calls have ended.
     """
     rank = next((rank for rank, count in enumerate(done) if count < len(calls[rank])), None)
     texts, seen = list[str](), set[int]()

@@ -21,7 +21,7 @@ CPU_CALL, ACCELERATOR_CALL = 5e7, 8e9
 
 
 class OwnerCost(NamedTuple):
-    """The work of each owner of a matrix: operations, and the bytes and collectives that it sends other owners."""
+    """The work of each owner of a matrix: its operations, and the bytes and collectives that it sends other owners."""
 
     flops: float
     nbytes: float = 0.0
@@ -67,7 +67,7 @@ class CostModel:
 
     @property
     def call(self) -> float:
-        """Return the operations that take as long as the latency of one collective."""
+        """Return the latency of one collective, in operations."""
         return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
 
 

@@ -26,8 +26,9 @@ SUM_ELEMENTS = 2**22
 
 
 class BatchSize(NamedTuple):
-    """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch`, without its names, so that many ranks have equal ones.
-    ``rows``, ``cols``: of each matrix or slice. ``shape``: of the whole matrices. ``number``: how many there are.
+    """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch`, without names, so that many ranks share one object.
+
+    ``rows``, ``cols``: of each matrix or slice. ``shape``: of the whole matrices. ``number``: of matrices.
     """
 
     rows: int
@@ -38,9 +39,11 @@ class BatchSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What decides the memory that one rank needs for one bucket: elements of its matrices, send and receive buffer
-    together, of the longest run (piece of a matrix in its shard), and of the longest run that is copied because it is
-    not contiguous in the shard; and the matrices that it orthogonalizes.
+    """What one rank needs memory for in one bucket, in elements.
+
+    ``buffers``: its matrices, send buffer and receive buffer. ``longest_run``: the longest piece of a matrix in its
+    shard. ``longest_grid``: the longest piece that must be copied, because it is not contiguous in the shard.
+    ``batches``: the matrices that it orthogonalizes.
     """
 
     buffers: int
@@ -88,8 +91,10 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class PartDemand:
-    """The demands of one partition on one rank. ``buckets`` and ``storages``: by bucket, its demand and the index of
-    the storage that it uses. ``method``: (rows, columns) of a matrix -> method of Newton-Schulz.
+    """The demands of one partition on one rank.
+
+    ``buckets``: the demand of each bucket. ``storages``: for each bucket, the index of the storage that it uses.
+    ``method``: (rows, columns) of a matrix -> method of Newton-Schulz.
     """
 
     buckets: Sequence[Demand]
@@ -168,12 +173,12 @@ def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return, by rank, the demand of a bucket of owned matrices if every rank holds all matrices whole (stage 0)."""
+    """Return for each rank its demand for a bucket of owned matrices at stage 0, where all ranks hold them whole."""
     return [_whole(own, _sizes(own)) for own in _by_owner(matrices, world_size)]
 
 
 def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return, by rank, the demand of a bucket of results (stage 0), which receives the results of other owners."""
+    """Return for each rank its demand for a bucket of results at stage 0, which come from the other owners."""
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
         numels[owner] += item.block.numel
@@ -205,7 +210,7 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
 
 
 def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks) -> tuple[list[int], list[int], list[int]]:
-    """Return three lists of elements, by rank: sent plus received, of the longest run, of the longest run on a grid."""
+    """Return three lists with a number of elements per rank: sent and received, longest run, longest run on a grid."""
     sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
     # Matrices that are spread alike are counted at once: at stage 3 all matrices of one shape are.
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}

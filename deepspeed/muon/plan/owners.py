@@ -51,16 +51,18 @@ def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
 
 
 def neighbours(nodes: Sequence[Any]) -> int:
-    """Return the largest n such that ranks 0 to n - 1 share a node, ranks n to 2n - 1 share one, and so on. ``nodes``:
-    by rank, any value that identifies its node. n divides the number of ranks.
+    """Return the largest n such that ranks 0 to n - 1 share a node, ranks n to 2n - 1 share one, and so on.
+
+    n divides the number of ranks. ``nodes``: for each rank, any value that identifies its node.
     """
     sizes = (size for size in range(len(nodes), 0, -1) if len(nodes) % size == 0)
     return next(n for n in sizes if all(len({*nodes[i : i + n]}) == 1 for i in range(0, len(nodes), n)))
 
 
 def is_sliceable(block: Block, count: int) -> bool:
-    """Return whether ``count`` owners can have equal slices of a matrix, and as many rows of its Gram matrix each. A
-    matrix whose rows are in several bands (:class:`deepspeed.muon.matrices.block.Block`) is not sliced by rows.
+    """Return whether a matrix can be cut into ``count`` equal slices, and its Gram matrix into equal groups of rows.
+
+    A tall matrix, which is cut by rows, must have a single band (:class:`deepspeed.muon.matrices.block.Block`).
     """
     is_cut_by_rows = block.rows > block.cols
     return block.rows % count == block.cols % count == 0 and not (is_cut_by_rows and block.bands > 1)
@@ -85,8 +87,8 @@ def counts_of(
     A matrix that costs clearly more than an even share of all work cannot be balanced with a single owner. It gets the
     fewest owners whose cost is at most an even share or, if no number achieves that, the number with the least cost,
     provided that this saves enough. On an accelerator a matrix with large temporaries gets the fewest owners that make
-    them small, if at least as many ranks hold parts of it: a rank that holds it whole would need more memory to send it
-    to others than it saves.
+    them small, but only if at least that many ranks hold parts of it: with fewer holders, one of them would need more
+    memory to send its part than slicing saves.
 
     Args:
         pinned: :func:`deepspeed.muon.math.choice.shape_key` -> number of owners in a checkpoint. A number that does not
@@ -155,8 +157,8 @@ def assign(
     receive beyond those that the best-placed rank would receive, which are sent in any case. Finally matrices move from
     the busiest rank to the least loaded one as long as that shortens the step with all their bytes counted.
 
-    ``counts``: by matrix, its number of owners. Matrices with several are assigned first, each to the set of ranks that
-    would finish it first, and do not move.
+    ``counts``: for each matrix, its number of owners. Matrices with several are assigned first, each to the set of
+    ranks that would finish it first, and do not move.
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
@@ -256,8 +258,8 @@ class _Loads:
 def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -> None:
     """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
 
-    The best matrix to move costs about half the gap between the loads. ``moved_costs``: by matrix, its cost at a rank
-    that holds none of its elements.
+    The best matrix to move costs about half the gap between the loads. ``moved_costs``: for each matrix, its cost
+    at a rank that holds none of its elements.
     """
     for _ in range(len(moved_costs)):
         busiest, least = loads.busiest(), loads.least()

@@ -42,7 +42,7 @@ class Placement:
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
     def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Return (first, end) of the range's elements on ``rank``, end excluded; none if first is not below end."""
+        """Return (first, end) of the range's elements on ``rank``, end excluded; there are none if first >= end."""
         if self.copies > 1:
             return start, stop
         part, other = divmod(rank - self.first, self.step)
@@ -61,8 +61,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of a partition: its name, shape, blocks, the index of the tensor with this rank's elements, and its
-    placement. ``tp_placements``: with tensor parallelism, by tensor-parallel rank, the placement of its shard or copy.
+    """A parameter of a partition: its ``spec``, its placement, and the index of the tensor with this rank's elements.
+
+    ``tp_placements``: with tensor parallelism, the placement of each tensor-parallel rank's shard or copy.
     """
 
     spec: MatrixSpec

@@ -49,9 +49,9 @@ class GlobalPlan:
         shards: the partition's Muon parameters, in the same order on all ranks.
         items: all matrices of the shards.
         copies: how many ranks hold every matrix whole (ZeRO stage 0); 1 if ranks hold shards.
-        owners: by matrix, the rank that owns it; if there are several, the first.
-        counts: by matrix, how many ranks own it.
-        loads: by rank, the operations that its matrices take.
+        owners: for each matrix, the rank that owns it; if there are several, the first.
+        counts: for each matrix, how many ranks own it.
+        loads: for each rank, the operations that its matrices take.
         owned: (owner, matrix or slice of a matrix) pairs.
         rounds: ``owned``, split so that no owner has more than ``limit`` elements in a round, except one large matrix.
         is_tight: whether a matrix is larger than a bucket on an accelerator. Memory is scarce then, so fewer buckets
@@ -82,8 +82,9 @@ class GlobalPlan:
 
     @cached_property
     def gradient_flags(self) -> int:
-        """Return how many matrices the ranks must ask each other about to know which of them have a gradient. It is 0
-        if every rank holds every matrix whole, because all ranks then have the same gradient.
+        """Return how many flags, one per matrix, the ranks exchange to learn which matrices have a gradient.
+
+        It is 0 if every rank holds every matrix whole, because all ranks then have the same gradient.
         """
         is_cut = any(len(item.spread.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
@@ -118,7 +119,7 @@ class GlobalPlan:
 
     @property
     def exchanges(self) -> int:
-        """Return how many buckets are sent: all, but only buckets of results if every rank holds the matrices whole."""
+        """Return how many buckets are sent: all or, if every rank holds the matrices whole, only buckets of results."""
         return sum(only_results for _, only_results in self.buckets) or len(self.buckets)
 
     def slots(self, travels: bool) -> int:
@@ -132,7 +133,7 @@ class GlobalPlan:
         return 2 if self.copies > 1 or self.is_tight else 3
 
     def storages(self, travels: bool) -> list[int]:
-        """Return, by bucket, the index of the storage (memory) that it uses. One bucket at a time uses a storage.
+        """Return for each bucket the index of the storage (memory) that it uses. One bucket at a time uses a storage.
 
         If every rank holds the matrices whole, owned matrices alternate between storages 0 and 1, results between 2 and
         3: all results of a round, in however many buckets, are sent before the storage of its matrices is used again.
@@ -231,7 +232,7 @@ def global_plan(
         cost: weighs Newton-Schulz against the exchange.
         bucket_bytes: limit of the bytes of one owner's matrices in one bucket, or of all owners' matrices together if
             every rank holds them whole; ``None``: :func:`bucket_limit` chooses.
-        counts: by matrix, its number of owners; empty: 1 each.
+        counts: for each matrix, its number of owners; if empty, every matrix has one.
     """
     items = [item for shard in shards for item in shard.items]
     counts = counts or [1] * len(items)

@@ -86,7 +86,7 @@ class NewtonSchulz:
 
 @dataclass(frozen=True)
 class Look:
-    """Find the matrices without a gradient. ``collectives``: one all-reduce, or none if the ranks need not ask."""
+    """Find the matrices without a gradient. ``collectives``: one all-reduce; none if each rank knows by itself."""
 
     collectives: tuple[Collective, ...]
 
@@ -235,6 +235,7 @@ def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective
 
 def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Collective]:
     """Yield the collectives among the owners of a batch's matrices; none if each matrix has one owner.
+
     :mod:`deepspeed.muon.exchange.owner_set` makes these calls and no others. ``rank``: any of the owners.
     """
     if batch.owners == 1:

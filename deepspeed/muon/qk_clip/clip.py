@@ -40,7 +40,7 @@ class _HeadPart(NamedTuple):
 
 
 class QKClip:
-    """Watch a model's attention logits, and scale the query and key weights of heads whose logits are too large.
+    """Watches a model's attention logits, and scales the query and key weights of heads whose logits are too large.
 
     The largest logit is taken over all micro-batches of all ranks that train the same layers, so that every rank scales
     its part of a weight by the same factor. The tensors that the optimizer updates are scaled, weights and biases, of

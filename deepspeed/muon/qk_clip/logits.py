@@ -66,7 +66,7 @@ class Visible:
         return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
     def reach(self, query: int, keys: int) -> int:
-        """Return how many keys, counted from the first, are enough to have all that queries 0 to ``query`` see."""
+        """Return an n such that queries 0 to ``query`` see only keys among the first n."""
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
     def of(self, queries: Tensor, keys: int) -> Tensor | None:
@@ -149,10 +149,10 @@ def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """Factors for the weights of one attention layer: of each query head, and of each key head.
+    """Factors for the weights of one attention layer: one for each query head, and one for each key head.
 
-    ``rotary``: of each query head, for those of its weights whose keys all heads share and which are not scaled, such
-    as the rotary ones of latent attention.
+    ``rotary``: for each query head, the factor of the weights whose keys all heads share, such as the rotary part of
+    latent attention. Shared keys are not scaled, so these queries take the whole factor.
     """
 
     query: list[float]
@@ -164,8 +164,8 @@ def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -
     """Return the factors that scale logits above ``tau`` down to ``tau`` and leave smaller ones as they are.
 
     The logits of a head are to be multiplied by g = tau / logit, so its queries are by g^alpha and its keys by
-    g^(1 - alpha). A key head that several query heads share takes the g of the largest logit among them, so that none
-    of them stays above ``tau``.
+    g^(1 - alpha). A key head that several query heads share takes the g of their largest logit, so that none of them
+    stays above ``tau``.
 
     Args:
         logits: the largest logit of each query head. One that is not finite is not clipped.

@@ -80,11 +80,13 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
             problems.setdefault("the names of its projections do not tell which are queries and keys", name)
     if problems:
         texts = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
-        raise MuonConfigError(f"optimizer.params.qk_clip: remove it; it cannot act on every attention layer: {texts}")
+        raise MuonConfigError(
+            f"optimizer.params.qk_clip: cannot act on these attention layers, so remove the key: {texts}"
+        )
     shared = [param for layer in found.values() for param in layer.weights]
     if len(set(shared)) < len(shared):
         raise MuonConfigError(
-            "optimizer.params.qk_clip: remove it; it cannot act on attention layers that share weights"
+            "optimizer.params.qk_clip: cannot act on attention layers that share weights, so remove the key"
         )
     return found
 
@@ -125,7 +127,10 @@ def _attention(
     for leaf, projection in projections.items():
         for attribute, param in projection.named_parameters():
             if attribute not in ("weight", "bias"):
-                raise ValueError(f"{leaf}.{attribute} changes the outputs of {leaf}, as adapters do")
+                raise ValueError(
+                    f"{leaf}.{attribute} changes the outputs of {leaf}, as an adapter does, so scaling {leaf}.weight "
+                    "does not scale the logits"
+                )
             if param not in trained:
                 raise ValueError(f"{leaf}.{attribute} is frozen, but other projections of the layer are trained")
         parts = _parts(leaf, projection, module, model, heads, latent)
@@ -159,7 +164,7 @@ def _parts(
     else:
         found = list(_fused(leaf, shape, axis, module, model, heads))
     if sum(part.size for part in found) != outputs:
-        raise ValueError(f"the {outputs} outputs of {leaf} are not whole heads; the model has {heads}")
+        raise ValueError(f"the {outputs} outputs of {leaf} cannot be divided into its heads; the model has {heads}")
     return found
 
 

@@ -191,7 +191,10 @@ def _of_packed_flash(
 ) -> Seen:
     """Read the arguments of flash-attn for concatenated sequences, tensors ``[all tokens, heads, width]``."""
     if q.size(0) != k.size(0):
-        raise UnsupportedError("qk_clip needs equally many queries and keys in packed flash-attn; remove qk_clip")
+        raise UnsupportedError(
+            f"qk_clip: flash-attn's varlen function got {q.size(0)} queries and {k.size(0)} keys; only equal numbers "
+            "are supported, so remove qk_clip"
+        )
     tokens = torch.arange(q.size(0), dtype=torch.int64, device=q.device)
     documents = torch.bucketize(tokens, cu_seqlens_q.to(tokens.dtype), right=True)
     visible = Visible(is_causal=causal, window=(window_size_left, window_size_right), documents=(documents, documents))

@@ -44,7 +44,7 @@ class _Probes(NamedTuple):
 
 
 class GradientProbe:
-    """Find the matrices of one partition that have no gradient, by a few tensor operations for all of them.
+    """Finds the matrices of one partition that have no gradient, with a few tensor operations for all of them.
 
     ``plan``: says where the partition's matrices lie. ``exchange``: reaches the ranks that hold parts of them.
     """

@@ -28,7 +28,7 @@ class SecondMoments:
         self._outputs: list[tuple[Exchange, dict[str, int]]] = []
 
     def bind(self, steps: Iterable[Any]) -> None:
-        """Keep the moments of matrices that this rank owns by the plans of ``steps``; create missing ones as zeros."""
+        """Keep the moments of the matrices that this rank owns by the plans of ``steps``; missing ones are zero."""
         found: dict[str, Tensor] = {}
         self._outputs.clear()
         for step in steps if self.is_used else ():
@@ -42,7 +42,7 @@ class SecondMoments:
         self.by_name = found
 
     def of(self, names: Sequence[str]) -> list[Tensor]:
-        """Return the second moments of these matrices, which this rank must own; an empty list without NorMuon."""
+        """Return the second moments of the named matrices, which this rank must own; an empty list without NorMuon."""
         return [self.by_name[name] for name in names] if self.is_used else []
 
     @contextmanager
@@ -57,7 +57,7 @@ class SecondMoments:
             self.by_name = owned
 
     def save(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Put all matrices' second moments, for any owners after a resume, into a state dict's first Muon group.
+        """Put the second moments of all matrices, whoever owns them, into a state dict's first Muon group.
 
         Raise RuntimeError if other ranks have some of the moments, because :meth:`whole` was not entered.
         """

@@ -73,7 +73,7 @@ class PartitionStep:
         newton_schulz: schedule, methods and dtype of Newton-Schulz.
         kernels: (rows, columns) of a matrix -> the kernels for its Newton-Schulz.
         elementwise: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
-        multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: launch per span.
+        multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: one launch per span.
         scale: (rows, columns) of a matrix -> factor of its update.
         settings: text of all settings that decide the bits of results, for :attr:`digest`.
         sharers: number of ranks that make the same plan, also if each then does all the work itself.
@@ -379,7 +379,7 @@ class PartitionStep:
         self.elementwise.apply_(weights, update, self._lr, call.scale, self._decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice of the run, the 1-D ``weights`` there) to update in place.
+        """Yield (slice of the run, its weights, 1-D), to be updated in place.
 
         bf16 weights are yielded as fp32 copies of a chunk at a time and rounded back stochastically: rounding to
         nearest would lose updates below 2^-9 of a weight.

@@ -216,10 +216,10 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     refused(net, frozen)
     net = Attention()
     net.q_proj.lora_A = nn.Linear(8, 2, bias=False)
-    refused(net, r"q_proj\.lora_A\.weight changes the outputs of q_proj, as adapters do")
+    refused(net, r"q_proj\.lora_A\.weight changes the outputs of q_proj, as an adapter does")
     net = Attention()
     net.num_heads = 3
-    refused(net, "the 8 outputs of q_proj are not whole heads")
+    refused(net, "the 8 outputs of q_proj cannot be divided into its heads")
     del net.num_heads
     refused(net, "neither the module nor a config has its number of heads")
     net = nn.ModuleList([Attention(), Attention()])

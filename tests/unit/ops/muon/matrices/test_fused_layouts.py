@@ -283,7 +283,7 @@ def test_layouts_by_name_and_by_class(owner: nn.Module, text: str) -> None:
     assert split(owner) == text
 
 
-ALTERNATE = "left whole: single outputs of gate and up alternate in gate_up_proj, which cannot be split"
+ALTERNATE = "left whole: gate and up are interleaved output by output in gate_up_proj, so they cannot be split"
 NO_DOWN = "there is no down projection next to gate_up_proj"
 
 
@@ -291,14 +291,14 @@ NO_DOWN = "there is no down projection next to gate_up_proj"
     ("owner", "text"),
     [
         (Attention(query_key_value=linear(8, 24)), "left whole: it is unknown how query_key_value of Attention orders"),
-        (Attention(c_attn=linear(8, 16)), "the 16 outputs of c_attn are not the queries, keys and"),
+        (Attention(c_attn=linear(8, 16)), "c_attn has 16 outputs, not the size of the queries, keys and"),
         (Attention(4, 2, 8, qkv=linear(8, 72)), "left whole: the 72 outputs of qkv are not"),
         (Attention(4, 3, 8, linear_qkv=linear(8, 80)), "the 80 outputs of linear_qkv are not"),
-        (Attention(4, 2, 8, linear_qkv=linear(8, 96)), "the 96 outputs of linear_qkv are not the"),
-        (Attention(kv_b_proj=linear(8, 24)), "the 24 outputs of kv_b_proj are not the keys and"),
+        (Attention(4, 2, 8, linear_qkv=linear(8, 96)), "linear_qkv has 96 outputs, not the size of the"),
+        (Attention(kv_b_proj=linear(8, 24)), "kv_b_proj has 24 outputs, not the size of the keys and"),
         (InternLM2Attention(4, 2, 2, c_attn=Conv1D(8, 16)), "groups above 1 need axis 0"),
-        (DeltaNet(in_proj_qkv=linear(12, 36)), "the 36 outputs of in_proj_qkv are not the queries"),
-        (DeltaNet(in_proj_ba=linear(8, 6)), "the 6 outputs of in_proj_ba are not the step sizes"),
+        (DeltaNet(in_proj_qkv=linear(12, 36)), "in_proj_qkv has 36 outputs, not the size of the queries"),
+        (DeltaNet(in_proj_ba=linear(8, 6)), "in_proj_ba has 6 outputs, not the size of the step sizes"),
         (module(gate_up_proj=linear(8, 24)), NO_DOWN),
         (module(gate_up_proj=linear(8, 24), down_proj=linear(24, 8)), NO_DOWN),
         (GptOssExperts(), f"2 of 8 x 32, {ALTERNATE}"),

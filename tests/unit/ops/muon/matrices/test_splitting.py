@@ -139,7 +139,11 @@ def split_by(**cuts: Any) -> dict[str, Any]:
 REFUSED: list[tuple[Make, dict[str, Any], str]] = [
     (projection, {"per_head_muon": True}, "q_proj.weight of shape [16, 8] has the name of an attention projection"),
     (lambda: module(fc=linear()), {"per_head_muon": True}, "no parameter that goes to Muon has the name of an"),
-    (odd_heads, {"per_head_muon": True}, "its 32 outputs are not whole heads; the model has 4 query and 2"),
+    (
+        odd_heads,
+        {"per_head_muon": True},
+        "its 32 outputs cannot be divided into its heads; the model has 4 query and 2",
+    ),
     (Fused, split_by(qkv=[7, 5, 5]), "'qkv' matches qkv.weight of shape [16, 80], but 7 + 5 + 5 rows add up to 17"),
     (Fused, split_by(c_attn={"sizes": [12, 4], "axis": 1}), "12 + 4 columns add up to 16, not 12"),
     (Fused, split_by(grouped={"sizes": [4, 2], "groups": 3}), "4 + 2 rows in 3 groups add up to 18, not 24"),
@@ -183,7 +187,7 @@ HEAD, FUSED = "6 x 6 rows, one matrix per head", "3 x 12 rows, queries, keys and
 PER_HEAD = {"per_head_muon": True}
 #: Model, options, parameter; how it is split, which option did that, by which pattern, and whether it is left whole.
 CUTS: list[tuple[Make, dict[str, Any], str, tuple[str, str | None, str, bool]]] = [
-    (Fused, {}, "qkv", ("left whole: the 16 outputs of qkv are not the", None, "", True)),
+    (Fused, {}, "qkv", ("left whole: qkv has 16 outputs, not the size of the", None, "", True)),
     (
         Fused,
         cut_by("experts", 8, 16),

@@ -278,4 +278,4 @@ def lose_a_rank() -> None:
 def test_a_lost_rank_ends_the_others_which_name_the_matrix() -> None:
     with pytest.raises(RankError, match="ended with code 3") as caught:
         run(lose_a_rank, 2, fresh=True)
-    assert "the exchange failed in bucket" in str(caught.value)
+    assert "failed in Muon's step, in bucket" in str(caught.value)
