@@ -32,6 +32,10 @@ from helpers.training import PARAMS, train, train_on_gradients  # noqa: E402
 Rows = Iterator[dict[str, str]]
 RANKS = {1: "1 rank", 2: "2 ranks", 3: "3 ranks", 4: "4 ranks"}
 
+INTRODUCTION = """Training on any number of ranks equals training in one process, up to rounding. The *oracle* below is that one process:
+it holds every matrix whole, computes Newton-Schulz in float64, and shares no code with the package.
+"""
+
 
 def parity() -> Rows:
     """Error against the oracle, relative to the change of the weights: fp32, 5 steps, accumulation 4, clipping 1.0"""
@@ -156,7 +160,7 @@ def state() -> Rows:
 
 def exactness() -> str:
     """Errors against oracles, stock and torch; writes docs/evidence/exactness.md."""
-    parts = [f"# Exactness\n\n{report.one_line()}"]
+    parts = [f"# Exactness\n\n{INTRODUCTION}\n{report.one_line()}"]
     for rows in (parity, invariance, clipping, iteration, training_by_dtype, state):
         title, *notes = (" ".join(text.split()) for text in (rows.__doc__ or "").split("\n\n"))
         filled = (textwrap.fill(note, 120) for note in notes)

@@ -34,7 +34,7 @@ def rank(
 ) -> dict[str, Any]:
     """Seconds of whole training steps, every second one recorded."""
     import deepspeed
-    from deepspeed.muon.monitor.recorder import Recorder
+    from deepspeed.muon.monitor.write_records import Recorder
 
     with ranks.joined(), tempfile.TemporaryDirectory() as folder:
         params = {"lr": 1e-3, "weight_decay": 0.1, "cautious_weight_decay": True, "monitor_interval": INTERVAL}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.muon.errors import RecordsError
-from deepspeed.muon.monitor.records import Records, Values, read
+from deepspeed.muon.monitor.read_records import Records, Values, read
 from deepspeed.muon.monitor.step_stats import CAUTIOUS, CHANGE, ERROR, LOGIT, RANK
 
 #: Colours that readers who confuse red and green can tell apart (Okabe and Ito).

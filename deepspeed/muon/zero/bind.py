@@ -20,7 +20,7 @@ from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.math.choice import Rates, lowest_rates
-from deepspeed.muon.monitor.recorder import Recorder
+from deepspeed.muon.monitor.write_records import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.owners import neighbours
 from deepspeed.muon.step.binding import StepContext

@@ -16,8 +16,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from deepspeed.muon.exchange.collective_recorder import CollectiveRecorder, first_fault
 from deepspeed.muon.exchange.groups import gathered
-from deepspeed.muon.exchange.recorder import CollectiveRecorder, first_fault
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import Facts, with_type
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed.muon.cli.plot import draw
-from deepspeed.muon.monitor.records import Records, read
+from deepspeed.muon.monitor.read_records import Records, read
 from helpers.distributed import run
 from helpers.models import MODELS, train_engine
 from helpers.records import monitored

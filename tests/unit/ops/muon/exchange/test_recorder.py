@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.exchange.recorder import CollectiveRecorder
+from deepspeed.muon.exchange.collective_recorder import CollectiveRecorder
 from deepspeed.muon.plan.program import Collective, collectives_of
 from helpers.distributed import RankError, run
 from helpers.training import PARAMS, FixedGradients, ds_config, make_engine

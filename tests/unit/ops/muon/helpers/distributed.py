@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from deepspeed.muon.exchange.recorder import first_fault
+from deepspeed.muon.exchange.collective_recorder import first_fault
 from helpers import extensions
 from helpers.paths import TESTS
 

@@ -153,7 +153,7 @@ def _recorded() -> Iterator[Any]:
     if "deepspeed.muon" not in sys.modules:
         yield None
         return
-    recorder = import_module("deepspeed.muon.exchange.recorder").CollectiveRecorder()
+    recorder = import_module("deepspeed.muon.exchange.collective_recorder").CollectiveRecorder()
     with recorder.recording():
         yield recorder
 

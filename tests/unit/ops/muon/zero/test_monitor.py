@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.muon.monitor import recorder, step_stats
+from deepspeed.muon.monitor import step_stats, write_records
 from deepspeed.muon.monitor.step_stats import SIZES, Sample, StepStats, values_of
 from deepspeed.muon.zero import engine_step
 from deepspeed.muon.zero.consensus import agree, raise_on_all_ranks
@@ -265,14 +265,14 @@ def test_a_step_without_a_record_does_nothing_more(tmp_path: Path) -> None:
 
 
 def recorder_of(monkeypatch: pytest.MonkeyPatch, matrices: dict[str, list[str]]) -> Any:
-    monkeypatch.setattr(recorder, "union", list)
+    monkeypatch.setattr(write_records, "union", list)
     blocks = [
         SimpleNamespace(shard=SimpleNamespace(spec=SimpleNamespace(name=parameter)), name=name)
         for parameter, names in matrices.items()
         for name in names
     ]
     plans = [SimpleNamespace(of_all=SimpleNamespace(items=blocks, counts=[1] * len(blocks)))]
-    return recorder.Recorder(SimpleNamespace(plans=plans, qk_clip=None), lambda: None)
+    return write_records.Recorder(SimpleNamespace(plans=plans, qk_clip=None), lambda: None)
 
 
 @pytest.mark.parametrize("count", [1, 6, 225])
