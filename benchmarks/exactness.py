@@ -32,7 +32,8 @@ from helpers.training import PARAMS, train, train_on_gradients  # noqa: E402
 Rows = Iterator[dict[str, str]]
 RANKS = {1: "1 rank", 2: "2 ranks", 3: "3 ranks", 4: "4 ranks"}
 
-INTRODUCTION = """Training on any number of ranks equals training in one process, up to rounding. The *oracle* below is that one process:
+INTRODUCTION = """\
+Training on any number of ranks equals training in one process, up to rounding. The *oracle* below is that one process:
 it holds every matrix whole, computes Newton-Schulz in float64, and shares no code with the package.
 """
 
