@@ -102,7 +102,9 @@ def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source
     if not group["use_muon"]:
         missed_by = {s.spec.name: int(steps[s.tensor] - made[s.spec.name]) for s in partition.shards}
         started = group.get(STARTED, {}) | missed_by
-        group[STARTED] = {name: count for name, count in started.items() if count}
+        group.pop(STARTED, None)
+        if any(started.values()):
+            group[STARTED] = {name: count for name, count in started.items() if count}
     for shard, start, stop, position in partition.pieces():
         action = actions.get(shard.spec.name)
         for key in KEYS[shard.spec.use_muon] if action else ():

@@ -140,7 +140,7 @@ class MatchedFolder(Folder):
         if name in self.is_muon:
             return super().read(self.saved_names[name], key)
         value = self.files.read(self.saved_names.get(name, name)) if key == WEIGHT else None
-        return torch.empty(0, device="cpu") if value is None else value
+        return torch.empty(0, dtype=torch.float32, device="cpu") if value is None else value
 
     def step(self, name: str) -> float:
         """Return how many optimizer steps the parameter has had."""

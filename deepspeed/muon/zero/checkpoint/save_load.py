@@ -174,7 +174,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         tag, save_id, is_changed = _agreed(engine, arguments, may_change=renames is not None)
     arguments["tag"] = tag
     if save_id is None and tag is not None and engine.global_rank == 0:
-        why = " (DeepSpeed's converter writes none)" if is_universal else ""
+        why = "; DeepSpeed's converter writes none" if is_universal else ""
         logger.info(
             "deepspeed-muon: the checkpoint %s has no manifest, a list of its files with their checksums%s, so damage "
             "is not detected",

@@ -167,10 +167,10 @@ def load_without_manifest(saved: dict[str, Any], loaded: dict[str, Any], folder:
 def test_another_order_is_found_without_a_manifest(
     saved: dict[str, Any], loaded: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In the saved order it loads exactly, with a word that it is not verified."""
+    """In the saved order it loads exactly, with a word that damage is not detected."""
     first, second = run(load_without_manifest, 2, saved=saved, loaded=loaded, folder=str(tmp_path))
     (line,) = first.pop("said")
-    assert "is not verified" in line and second.pop("said") == []
+    assert "damage is not detected" in line and second.pop("said") == []
     assert first == second and "the order of the parameters differs" in first["error"]
     assert first["changed"] == first["lost"] == []
 

@@ -154,10 +154,10 @@ def test_what_a_schedule_describes(maximum: Any, params: dict[str, float], expec
 @pytest.mark.parametrize(
     ("params", "named"),
     [
-        ({"lr": 0.02, "muon_lr": 0.03}, "lr, 0.02;"),
-        ({"lr": 0, "muon_lr": 0.02}, "muon_lr, 0.02;"),
-        ({"adam_lr": 0.002}, "muon_lr, 0.02;"),  # Muon's default: AdamW's rate is a tenth of the schedule's
-        ({"lr": 0, "muon_lr": 0, "adam_lr": 0.002}, "adam_lr, 0.002;"),
+        ({"lr": 0.02, "muon_lr": 0.03}, "lr = 0.02;"),
+        ({"lr": 0, "muon_lr": 0.02}, "muon_lr = 0.02;"),
+        ({"adam_lr": 0.002}, "muon_lr = 0.02;"),  # Muon's default: AdamW's rate is a tenth of the schedule's
+        ({"lr": 0, "muon_lr": 0, "adam_lr": 0.002}, "adam_lr = 0.002;"),
         ({"lr": 0.01}, ""),
         ({"lr": 0}, ""),
         ({}, ""),
@@ -166,7 +166,7 @@ def test_what_a_schedule_describes(maximum: Any, params: dict[str, float], expec
 def test_the_rate_that_a_schedule_replaces_is_the_one_it_describes(params: dict[str, float], named: str) -> None:
     config = parse(params)
     text = about_rate(read_schedule({"type": "WarmupLR", "params": WARMUP}), config)
-    assert f"in place of optimizer.params.{named}" in text if named else text == ""
+    assert f"overrides optimizer.params.{named}" in text if named else text == ""
     assert not named or named.endswith(f" {config.reference_lr};")
 
 
