@@ -225,7 +225,7 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     net = nn.ModuleList([Attention(), Attention()])
     net[1].q_proj = net[0].q_proj
     refused(net, "attention layers that share weights")
-    no_names = "every attention layer: 1: the names of its projections do not tell which are queries"
+    no_names = "remove the key: 1: the names of its projections do not tell which are queries"
     net[1].to_q, net[1].to_k = nn.Linear(8, 8), nn.Linear(8, 8)
     del net[1].q_proj, net[1].k_proj
     refused(net, no_names)

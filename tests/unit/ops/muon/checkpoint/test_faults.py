@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange import watchdog
 from helpers.faults import CELLS, WORLD, Tally, _judge, attempt, reference, torment
+from helpers.logs import logged
 
 
 def check(root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> None:
@@ -208,37 +209,32 @@ OTHER = [torch.OutOfMemoryError("CUDA out of memory"), NotImplementedError("spar
     ],
     ids=repr,
 )
-def test_any_other_error_passes_as_it_is(
-    error: Exception, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_other_error_passes_as_it_is(error: Exception, when: str) -> None:
     """The log names the bucket. An error of this rank, or a wrong call, must not send its user to the others' logs."""
-    monkeypatch.setattr(watchdog.logger, "propagate", True)
-    with pytest.raises(type(error)) as raised:
+    with logged() as said, pytest.raises(type(error)) as raised:
         collective(**{when: error}).wait()
     assert raised.value is error
-    (line,) = caplog.messages
+    (line,) = said
     assert f"{type(error).__name__} in bucket 1 of 2 of group muon (up.weight)" in line
 
 
-def test_a_collective_that_does_not_end_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_collective_that_does_not_end_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What NCCL's watchdog leaves in the log, since it ends the process without Python: waiting for it returns."""
-    monkeypatch.setattr(watchdog.logger, "propagate", True)
     monkeypatch.setattr(watchdog, "SLOW", 0.05)
     collectives = watchdog.PendingCollectives("group0-muon")
-    with Stream() as stream:
-        for number in range(2):
-            pending = collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), Work)
-            pending.wait()
-        stream.run(1)
-    collectives.report_slow()
-    assert caplog.messages == []
-    time.sleep(0.06)
-    collectives.report_slow()
-    collectives.report_slow()
-    assert len(caplog.messages) == 1
-    assert "has not ended in bucket 2 of 2 of group group0-muon (a, b, c, d and 1 more)" in caplog.messages[0]
+    with logged() as said:
+        with Stream() as stream:
+            for number in range(2):
+                pending = collectives.start(f"{number + 1} of 2", ("a", "b", "c", "d", "e"), Work)
+                pending.wait()
+            stream.run(1)
+        collectives.report_slow()
+        assert said == []
+        time.sleep(0.06)
+        collectives.report_slow()
+        collectives.report_slow()
+    assert len(said) == 1
+    assert "is waiting for other ranks in bucket 2 of 2 of group group0-muon (a, b, c, d and 1 more)" in said[0]
     monkeypatch.setattr(watchdog, "GRACE", 0.05)
     assert collectives.is_waiting(), "the process still ends if another rank fails later"
     assert "inf" not in pending.location()

@@ -187,7 +187,7 @@ HEAD, FUSED = "6 x 6 rows, one matrix per head", "3 x 12 rows, queries, keys and
 PER_HEAD = {"per_head_muon": True}
 #: Model, options, parameter; how it is split, which option did that, by which pattern, and whether it is left whole.
 CUTS: list[tuple[Make, dict[str, Any], str, tuple[str, str | None, str, bool]]] = [
-    (Fused, {}, "qkv", ("left whole: qkv has 16 outputs, not the size of the", None, "", True)),
+    (Fused, {}, "qkv", ("left whole: qkv has 16 outputs, not the size of queries", None, "", True)),
     (
         Fused,
         cut_by("experts", 8, 16),
