@@ -27,7 +27,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 GENERATED = ("configuration.md", "reference/wrong-configurations.md", "evidence/damaged-checkpoints.md")
 #: Functions whose strings are messages, though they are raised elsewhere.
 WRITERS = re.compile(
-    "_silence|differences|_target|damages|_damage|routing_difference|_shape_differences|_misfits|_refusal|_unmatched|"
+    "_silence|differences|_target|_?damages|_damage|routing_difference|_shape_differences|_misfit|_refusal|_unmatched|"
     "check_options|empty_muon_half|_problem|_(layout_problem|(path|library|optimizer|param|lock|engine|pipeline)_problems)"
 )
 #: So many words of a message must stand in the page, in its own order.
@@ -176,6 +176,8 @@ def test_generated_pages_are_up_to_date() -> None:
 
 def test_the_page_of_versions_has_a_line_for_every_row() -> None:
     versions = script("tools", "versions.py")
+    files = [name.partition("::")[0] for name in (*versions.SMOKE, *versions.MODELS, versions.STOCK)]
+    assert [name for name in files if not (TESTS / name).is_file()] == []
     rows = {row.name: row for row in versions.rows()}
     page = read("evidence/versions.md")
     assert page == versions.page(versions.kept()), "run make versions"

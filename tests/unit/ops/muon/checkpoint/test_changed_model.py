@@ -136,6 +136,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, An
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("saved", "loaded"), [((1, 2), (2, 3)), ((3, 2), (3, 2)), ((0, 2), (1, 2)), ((2, 2), (0, 2))])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_both_models_have_goes_on(
