@@ -218,9 +218,9 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, written: Any) -> Any:
-    """Return ``value`` with each number in the spelling of ``written``, if the same number is at the same place there.
+    """Return ``value``, with every number that has the same place and value in ``written`` replaced by its text there.
 
-    ``written``: the content of the file, with each number as its text after ``_MARK``.
+    ``written``: the parsed file, in which a number is a string: ``_MARK``, then the number as it was written.
     """
     if isinstance(value, Mapping) and isinstance(written, Mapping):
         return {key: _spelt(item, written.get(key)) for key, item in value.items()}

@@ -188,7 +188,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What it costs in a step that Muon updates one part. Lists without another index have one number for each rank.
+    """The cost, per step, of Muon's update of one part. Lists have one number per rank unless stated otherwise.
 
     Args:
         plan: the part's plan for all ranks.

@@ -61,7 +61,8 @@ class Tiles(NamedTuple):
     """Contiguous pieces of a shard ("runs"), split into tiles, each of which one program of a kernel processes.
 
     ``table``: int64, on the kernel's device, ``[tiles, 3]``: the start of each tile in the shard, its start in the
-    other tensor, and its length. ``are_aligned``: whether all starts and lengths of runs are multiples of 16.
+    tensor that the operation writes or reads next to the shard, and its length, in elements. ``are_aligned``: whether
+    the starts of all runs in both tensors, and their lengths, are multiples of 16 elements.
     """
 
     table: Tensor

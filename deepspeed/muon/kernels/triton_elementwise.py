@@ -97,7 +97,7 @@ def _round(value, noise):
 def _noise(index, key):
     """Return the random bits of :func:`deepspeed.muon.kernels.rounding.noise`.
 
-    ``index``: of each element, plus the first number of its key. ``key``: the second number.
+    ``index``: each element's index plus the first number of the key, a pair. ``key``: the second number of the key.
     """
     x = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     x += key

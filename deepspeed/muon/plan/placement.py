@@ -61,7 +61,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of a partition: its ``spec``, its placement, and the index of the tensor with this rank's elements.
+    """A parameter of a partition: its ``spec``, its ``placement``, and ``tensor``, an index in ``Partition.tensors``.
 
     ``tp_placements``: with tensor parallelism, the placement of each tensor-parallel rank's shard or copy.
     """

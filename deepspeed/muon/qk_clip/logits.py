@@ -163,7 +163,7 @@ class Factors(NamedTuple):
 def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -> Factors:
     """Return the factors that scale logits above ``tau`` down to ``tau`` and leave smaller ones as they are.
 
-    The logits of a head are to be multiplied by g = tau / logit, so its queries are by g^alpha and its keys by
+    To multiply a head's logits by g = tau / logit, its queries are multiplied by g^alpha and its keys by
     g^(1 - alpha). A key head that several query heads share takes the g of their largest logit, so that none of them
     stays above ``tau``.
 

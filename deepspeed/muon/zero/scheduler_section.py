@@ -82,7 +82,7 @@ def about_momentum(schedule: Schedule) -> str:
 
 
 def about_rate(schedule: Schedule, config: MuonConfig) -> str:
-    """Return a sentence if the schedule sets another learning rate than ``optimizer.params``; otherwise empty."""
+    """Return a warning if the schedule overrides a different learning rate in ``optimizer.params``; otherwise empty."""
     # As in `MuonConfig.reference_lr`, which is the rate that a schedule replaces.
     rates = {"lr": config.lr, "muon_lr": config.muon_group()["lr"], "adam_lr": config.adam_group()["lr"]}
     key, lr = next(((key, lr) for key, lr in rates.items() if lr), ("", 0.0))

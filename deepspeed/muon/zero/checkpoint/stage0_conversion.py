@@ -21,7 +21,7 @@ def convert(saved: Path, target: Path) -> None:
     """Write a universal checkpoint of what an engine at stage 0 saved.
 
     Raises:
-        CheckpointError: the states have no names, because an older version or stock DeepSpeed saved them.
+        CheckpointError: the parameters' names are not stored, because stock DeepSpeed or an older version saved it.
     """
     model, header = read_model(saved / FILE), manifest.read_header(saved)
     names = header["structures"][0].get("params") if header else None

@@ -139,7 +139,7 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_own_gradients(self) -> Iterator[None]:
-        """Add the gradients that DeepSpeed forgets before a step with CPU offload, and set all to zero after it.
+        """Add, before a step, the gradients that DeepSpeed leaves out under CPU offload; set all to zero after it.
 
         DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. Gradients that no
         backward overwrites would act again in the next step.

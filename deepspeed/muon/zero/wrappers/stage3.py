@@ -78,7 +78,7 @@ class Stage3(Adapter):
 
     @contextmanager
     def _with_own_gradients(self) -> Iterator[None]:
-        """Add the gradients that DeepSpeed forgets before a step, and set all gradients to zero after it.
+        """Add, before a step, the gradients that DeepSpeed leaves out; set all gradients to zero after it.
 
         With offload DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. Gradients
         that no backward overwrites, in buffers or in files on NVMe, would act again in the next step.

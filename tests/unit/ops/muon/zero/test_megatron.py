@@ -107,7 +107,7 @@ REFUSED = {
     "built before": "1.q_proj.weight: cannot tell how tensor parallelism split it: it is marked tensor_model_parallel, "
     'but the number of ranks is unknown; set "type": "Muon" in ds_config.json, or pass optimizer=lambda params',
     "stride": "1.gate_up_proj.weight: cannot tell how tensor parallelism split it: its 10 rows or columns on a rank",
-    "axis": "1.q_proj.weight: cannot tell how tensor parallelism split it: its shape is [6, 12] and its partition_dim 2",
+    "axis": "1.q_proj.weight: cannot tell how tensor parallelism split it: its shape is [6, 12] and its partition",
     "other axes": "other axes than tensor and data parallelism, which are 1 x 1 of 2 ranks",
     # torch's scaler asks each rank by itself whether it steps
     "fp16 autocast": "tensor parallelism or a pipeline under fp16 autocast at stage 0",
