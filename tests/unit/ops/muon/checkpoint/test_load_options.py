@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of load_checkpoint: weights alone, an explicit tag, a function of the script's; damage seen by one rank."""
+"""What a load accepts and refuses: weights alone, a tag, no manifest, another optimizer, damage seen by one rank."""
 
-import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,17 +16,16 @@ from torch import Tensor
 from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.saved_state import settings_of
 from deepspeed.muon.seam import replaced
-from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.checkpoint.save_load import _position
 from helpers.checkpoints import error_of, remove_manifests
-from helpers.damaged_checkpoints import attempt_all, save_alone, table, train_undisturbed
+from helpers.damaged_checkpoints import attempt_all, save_alone, table, train_undisturbed, with_adamw_for
 from helpers.distributed import run
-from helpers.engine_state import differing, snapshot
+from helpers.engine_state import differing, master_weights, named_states, snapshot
 from helpers.logs import logged
-from helpers.models import MODELS, full_weights, initialize_, train_engine
+from helpers.models import MODELS, full_weights, halve, train_engine
 from helpers.paths import ROOT
-from helpers.training import BF16_OPTIMIZER, MOMENTA, ds_config, fresh_engine, make_engine, with_params
-from helpers.universal import build, convert, facts
+from helpers.training import BF16_OPTIMIZER, MOMENTA, ds_config, fresh_engine, make_engine
+from helpers.universal import ADAMW, convert
 
 CASES: list[dict[str, Any]] = [
     {"stage": 0},
@@ -35,6 +35,14 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "dtype": "bf16"},
     BF16_OPTIMIZER,
 ]
+
+
+def on_first_rank(act: Callable[[], Any]) -> None:
+    """Call a function on rank 0, while the others wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
 
 
 def save_two(case: dict[str, Any], folder: str) -> dict[str, Tensor]:
@@ -96,21 +104,20 @@ def test_every_flag_on_other_numbers_of_ranks(case: dict[str, Any], ranks: int, 
             assert "saved on 2 ranks" in error, flags
 
 
-def load_by_tag_and_function(folder: str) -> tuple[int, bool]:
-    """Steps of the checkpoint that a tag names, and whether the script's function gets one of another shape."""
-    engine = fresh_engine(7, {"stage": 2})
+def load_by_tag_and_function(folder: str) -> None:
+    engine, called = fresh_engine(7, {"stage": 2}), []
     engine.load_checkpoint(folder, tag="one")
-    steps, called = engine.global_steps, []
+    assert engine.global_steps == 2
     engine.module.layers[0].weight.data = torch.zeros(1, 1)
     engine.load_checkpoint(folder, tag="one", load_module_only=True, custom_load_fn=lambda src, dst: called.append(src))
+    assert called
     engine.destroy()
-    return steps, bool(called)
 
 
 def test_a_tag_needs_no_latest_and_a_function_may_change_shapes(tmp_path: Path) -> None:
     run(save_two, 2, case={"stage": 2}, folder=str(tmp_path))
     (tmp_path / "latest").write_text("")
-    assert run(load_by_tag_and_function, 2, folder=str(tmp_path)) == [(2, True)] * 2
+    run(load_by_tag_and_function, 2, folder=str(tmp_path))
 
 
 # ---- without a manifest, in another order; with other settings ------------------------------------------------
@@ -118,187 +125,143 @@ def test_a_tag_needs_no_latest_and_a_function_may_change_shapes(tmp_path: Path) 
 
 #: Saved as, loaded as.
 UNVERIFIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"stage": 0}, {"stage": 0}),
     ({"stage": 1}, {"stage": 2}),
-    ({"stage": 3, "dtype": "bf16"}, {"stage": 3, "dtype": "bf16"}),
-    (
-        {"stage": 2, "dtype": "fp16", "fp16": {"enabled": True}},
-        {"stage": 2, "dtype": "fp16", "fp16": {"enabled": True}},
-    ),
-    *((case, case) for case in (*CASES[1:4], CASES[5], {"stage": 1})),
+    *((case, case) for case in ({"stage": 1}, *CASES, {"stage": 2, "dtype": "fp16"})),
 ]
 
 
-def ordered_engine(case: dict[str, Any], seed: int, is_reversed: bool = False) -> Any:
-    """An engine whose parameters come in the model's order or in reverse."""
-    net = MODELS["mlp"]()
-    initialize_(net, seed)
-    params = list(net.parameters())
-    return make_engine(net, ds_config(**case), model_parameters=params[::-1] if is_reversed else params)
+def ordered_engine(case: dict[str, Any], seed: int, order: int = 1) -> Any:
+    """An engine whose parameters come in the model's order, or in reverse (-1)."""
+    net = halve(MODELS["mlp"](), seed)
+    return make_engine(net, ds_config(**case), model_parameters=list(net.parameters())[::order])
 
 
-def load_without_manifest(saved: dict[str, Any], loaded: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What a load in reverse order says and changes, and what one in the saved order does not restore and logs."""
+def load_without_manifest(saved: dict[str, Any], loaded: dict[str, Any], folder: str) -> tuple[str, list[str]]:
+    """Load in reverse order, which changes nothing, and in the saved order; return the error and what is logged."""
     engine = ordered_engine(saved, 0)
     train_engine(engine, 2)
     engine.save_checkpoint(folder)
     expected = snapshot(engine)
     engine.destroy()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        remove_manifests(Path(folder))
-    dist.barrier()
-    engine = ordered_engine(loaded, 7, is_reversed=True)
+    on_first_rank(lambda: remove_manifests(Path(folder)))
+    engine = ordered_engine(loaded, 7, order=-1)
     before = snapshot(engine)
-    found: dict[str, Any] = {"error": error_of(engine.load_checkpoint, folder)}
-    found["changed"] = differing(before, snapshot(engine))
+    error = error_of(engine.load_checkpoint, folder)
+    assert differing(before, snapshot(engine)) == []
     engine.destroy()
     engine = ordered_engine(loaded, 7)
     with logged() as said:
         engine.load_checkpoint(folder)
-    found["said"] = [text for text in said if "manifest" in text]
-    found["lost"] = differing(expected, snapshot(engine))
+    assert differing(expected, snapshot(engine)) == []
     engine.destroy()
-    return found
+    return error, [text for text in said if "manifest" in text]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("saved", "loaded"), UNVERIFIED, ids=str)
 def test_another_order_is_found_without_a_manifest(
     saved: dict[str, Any], loaded: dict[str, Any], tmp_path: Path
 ) -> None:
     """In the saved order it loads exactly, with a word that damage is not detected."""
-    first, second = run(load_without_manifest, 2, saved=saved, loaded=loaded, folder=str(tmp_path))
-    (line,) = first.pop("said")
-    assert "damage is not detected" in line and second.pop("said") == []
-    assert first == second and "the order of the parameters differs" in first["error"]
-    assert first["changed"] == first["lost"] == []
+    job = {"saved": saved, "loaded": loaded, "folder": str(tmp_path)}
+    (first, (line,)), (second, silence) = run(load_without_manifest, 2, **job)
+    assert first == second and "the order of the parameters differs" in first
+    assert "damage is not detected" in line and silence == []
 
 
-def resume_with_other_rates(folder: str) -> str:
-    """What is logged at a save with a frozen layer at stage 1, and at a load with other learning rates."""
-    texts: list[str] = []
-    for params in ({}, {"lr": 0.01, "adam_lr": 0.002, "weight_decay": 0.2, "momentum": 0.8}):
-        net = MODELS["mlp"]()
-        next(net.parameters()).requires_grad_(False)
-        engine = make_engine(net, ds_config(stage=1, optimizer=with_params(**params)))
-        with logged() as said:
-            if params:
-                engine.load_checkpoint(folder)
-            else:
-                train_engine(engine, 1)
-                engine.save_checkpoint(folder)
-        texts += said
+# ---- of another optimizer, or another routing -------------------------------------------------------------------
+
+
+def save_foreign(cases: list[dict[str, Any]], folder: str) -> None:
+    """Checkpoints of stock's AdamW, and of another routing."""
+    import deepspeed
+
+    for index, case in enumerate(cases):
+        for tag, net, more in (("adamw", MODELS["mlp"](), {"optimizer": ADAMW}), ("routing", with_adamw_for(0), {})):
+            engine = deepspeed.initialize(model=net, config=ds_config(**case, **more))[0]
+            train_engine(engine, 1)
+            engine.save_checkpoint(f"{folder}/{index}", tag=tag)
+            engine.destroy()
+
+
+def load_foreign(cases: list[dict[str, Any]], folder: str) -> list[list[str]]:
+    """By case: the errors of loading both into an engine with a routing of its own."""
+    found = []
+    for index, case in enumerate(cases):
+        engine = make_engine(with_adamw_for(1), ds_config(**case))
+        found.append([error_of(engine.load_checkpoint, f"{folder}/{index}", tag) for tag in ("adamw", "routing")])
         engine.destroy()
-    return "\n".join(texts)
+    return found
 
 
-def test_what_a_load_keeps_and_what_a_tool_leaves_out_is_logged(tmp_path: Path) -> None:
-    text = run(resume_with_other_rates, 2, folder=str(tmp_path))[0]
-    assert "zero_to_fp32 leaves out frozen parameters, here 1" in text
-    assert "0.02 instead of 0.01" in text and "0.001 instead of 0.002" in text
-    for line in ("momentum = 0.9 from the checkpoint", "weight_decay = 0.1 from the checkpoint", "from the config"):
-        assert line in text
+def test_checkpoints_of_stocks_adamw_and_of_another_routing_are_refused(tmp_path: Path) -> None:
+    cases = [CASES[0], CASES[1], CASES[5]]  # test_damaged_checkpoints has the other stages
+    run(save_foreign, 2, cases=cases, folder=str(tmp_path))
+    for errors in run(load_foreign, 2, cases=cases, folder=str(tmp_path)):
+        for index, (adamw, routing) in enumerate(errors):
+            assert "another optimizer saved it; if that was AdamW, " in adamw
+            assert ("convert it with python -m deepspeed.checkpoint.ds_to_universal" in adamw) == (index == 2)
+            assert index == 2 or "or only its weights, with load_module_only=True and load_optimizer_states" in adamw
+            assert "['layers.1.weight'] only in the checkpoint and ['layers.0.weight'] only in this run" in routing
 
 
 # ---- a universal checkpoint, damaged for one rank ----------------------------------------------------------
 
 
-def save_one(folder: str) -> dict[str, Any]:
-    engine = build({"stage": 2}, 0)
+def save_with_a_rate_of_numpys(folder: str) -> dict[str, Tensor]:
+    engine = fresh_engine(0, {"stage": 2})
     train_engine(engine, 1)
     engine.basic_optimizer.param_groups[0]["lr"] = numpy.float64(0.01)
     engine.save_checkpoint(folder, tag="saved")
-    result = facts(engine)
-    engine.destroy()
-    return result
-
-
-def damage_universal(file: Path, damage: str) -> None:
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-200])
-    elif damage == "longer":
-        torch.save({"param": torch.zeros(1000)}, file)
-    else:
-        file.unlink()
-
-
-def load_damaged_and_whole(folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
-    """The errors of loads of damaged files, what they change, and what a load of the whole checkpoint gives."""
-    file = Path(folder, "universal", "zero", "layers.3.weight", "exp_avg.pt")
-    whole, errors, changed = file.read_bytes(), [], []
-    engine = build({"stage": 3}, 7, checkpoint={"load_universal": True})
-    train_engine(engine, 1)
-    before = snapshot(engine)
-    for damage in ("cut", "longer", "gone"):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            damage_universal(file, damage)
-        dist.barrier()
-        with pytest.raises(ValueError) as error:
-            engine.load_checkpoint(folder, tag="universal")
-        errors.append(str(error.value))
-        changed += differing(before, snapshot(engine))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            file.write_bytes(whole)
-    dist.barrier()
-    engine.load_checkpoint(folder, tag="universal", load_optimizer_states=False)
-    engine.load_checkpoint(folder, tag="universal")
-    result = errors, changed, facts(engine)
-    engine.destroy()
-    return result
-
-
-def test_a_damaged_universal_checkpoint_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    """Whole, it loads exactly: a rate of numpy's too, and without a file `latest`."""
-    saved = run(save_one, 2, folder=str(tmp_path))[0]
-    convert(tmp_path)
-    (tmp_path / "latest").unlink()
-    for errors, changed, loaded in run(load_damaged_and_whole, 2, folder=str(tmp_path)):
-        assert all("layers.3.weight/exp_avg.pt" in text for text in errors) and changed == []
-        assert differing(loaded["weights"], saved["weights"]) == []
-        assert differing(loaded["states"], saved["states"]) == []
-        assert loaded["settings"][0]["lr"] == 0.01
-
-
-# ---- files and counts ---------------------------------------------------------------------------------------
-
-
-class Pickled:
-    """What some versions of Python write for a member of an enumeration: getattr of its class."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def __reduce__(self) -> tuple:
-        return getattr, (self.owner, self.name)
-
-
-def test_members_of_enumerations_and_nothing_else_of_classes(tmp_path: Path) -> None:
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    torch.save({"stage": Pickled(ZeroStageEnum, "weights")}, tmp_path / "good.pt")
-    assert read_states(tmp_path / "good.pt") == {"stage": ZeroStageEnum.weights}
-    torch.save({"stage": Pickled(fragment_address, "__init__")}, tmp_path / "bad.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        read_states(tmp_path / "bad.pt")
-
-
-def positions() -> list[int]:
-    """Within a step of 4 micro-batches; where the script names the boundary, as accelerate does."""
-    engine = fresh_engine(0, {"stage": 2, "accumulation": 4})
-    engine.micro_steps = 6
-    found = [_position(engine)]
-    engine.set_gradient_accumulation_boundary(True)
-    found.append(_position(engine))
+    found = master_weights(engine) | named_states(engine)
     engine.destroy()
     return found
 
 
+def load_damaged_and_whole(folder: str) -> tuple[dict[str, Tensor], float]:
+    """Load damaged files, which is refused and changes nothing; return what the whole checkpoint gives, and a rate."""
+    file = Path(folder, "universal", "zero", "layers.3.weight", "exp_avg.pt")
+    whole = file.read_bytes()
+    damages: list[Callable[[], Any]] = [
+        lambda: file.write_bytes(whole[:-200]),
+        lambda: torch.save({"param": torch.zeros(1000)}, file),
+        file.unlink,
+    ]
+    engine = fresh_engine(7, {"stage": 3}, checkpoint={"load_universal": True})
+    train_engine(engine, 1)
+    before = snapshot(engine)
+    for damage in damages:
+        on_first_rank(damage)
+        assert "layers.3.weight/exp_avg.pt" in error_of(engine.load_checkpoint, folder, tag="universal")
+        assert differing(before, snapshot(engine)) == []
+        on_first_rank(lambda: file.write_bytes(whole))
+    engine.load_checkpoint(folder, tag="universal", load_optimizer_states=False)
+    engine.load_checkpoint(folder, tag="universal")
+    found = master_weights(engine) | named_states(engine)
+    engine.destroy()
+    return found, engine.basic_optimizer.param_groups[0]["lr"]
+
+
+def test_a_damaged_universal_checkpoint_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Whole, it loads exactly: a rate of numpy's too, and without a file `latest`."""
+    saved = run(save_with_a_rate_of_numpys, 2, folder=str(tmp_path))[0]
+    convert(tmp_path)
+    (tmp_path / "latest").unlink()
+    for loaded, rate in run(load_damaged_and_whole, 2, folder=str(tmp_path)):
+        assert differing(loaded, saved) == [] and rate == 0.01
+
+
+# ---- counts and settings ------------------------------------------------------------------------------------
+
+
 def test_who_names_the_boundary_is_not_in_the_midst_of_a_step() -> None:
-    assert run(positions, 1) == [[2, 0]]
+    """As accelerate does."""
+    engine = SimpleNamespace(
+        micro_steps=6, gradient_accumulation_steps=lambda: 4, _is_gradient_accumulation_boundary=None
+    )
+    assert _position(engine) == 2
+    engine._is_gradient_accumulation_boundary = True
+    assert _position(engine) == 0
 
 
 def test_the_ratio_to_the_schedule_is_that_of_the_config() -> None:
@@ -331,9 +294,7 @@ def mapped_file(tensor: Tensor) -> str:
     return ""
 
 
-def load_each(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
-    """Return what each load read, which files it rounded an int8 momentum from, and those that state lies in."""
-    found = []
+def load_each(cases: list[dict[str, Any]], folder: str) -> None:
     for index, case in enumerate(cases):
         engine = fresh_engine(0, case)
         train_engine(engine, 1)
@@ -341,8 +302,7 @@ def load_each(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
         read, rounded = [], []
 
         def load(original: Any, file: Any, *args: Any, read: list = read, **options: Any) -> Any:
-            if not options.get("mmap"):
-                read.append(Path(file).name)
+            read += [] if options.get("mmap") else [Path(file).name]
             return original(file, *args, **options)
 
         def write(original: Any, *args: Any, rounded: list = rounded) -> None:
@@ -354,19 +314,16 @@ def load_each(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
         optimizer = engine.basic_optimizer
         tensors = [tensor for partition in optimizer.all_partitions for tensor in partition.tensors]
         tensors += [value for state in optimizer.state.values() for value in state.values()]
-        kept = {name for tensor in tensors if (name := mapped_file(tensor))}
-        found.append({"read": read, "rounded": rounded, "kept": kept, "tensors": len(tensors)})
         engine.destroy()
-    return found
+        assert len(read) == 1 and read[0].endswith("model_states.pt"), (case, read)
+        assert len(tensors) > 4 and not any(map(mapped_file, tensors)), case
+        assert bool(rounded) == ("optimizer" in case), case
+        assert all(name.endswith("optim_states.pt") for name in rounded), (case, rounded)
 
 
 def test_loads_map_and_keep_nothing_mapped(tmp_path: Path) -> None:
-    for found in run(load_each, 2, cases=MAPPED, folder=str(tmp_path)):
-        for case, of in zip(MAPPED, found, strict=True):
-            assert len(of["read"]) == 1 and of["read"][0].endswith("model_states.pt"), (case, of)
-            assert of["kept"] == set() and of["tensors"] > 4, (case, of)
-            assert bool(of["rounded"]) == ("optimizer" in case), case
-            assert all(name.endswith("optim_states.pt") for name in of["rounded"]), (case, of)
+    """A momentum in int8 is rounded from the mapped file."""
+    run(load_each, 2, cases=MAPPED, folder=str(tmp_path))
 
 
 # ---- damage ------------------------------------------------------------------------------------------------

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading that fail closed: when `latest` is written, what is verified, what is left to DeepSpeed."""
+"""What a save writes: files that are replaced whole and verified, which other tools and earlier versions know."""
 
 import json
 import os
 import pickle
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
 
 from deepspeed.muon import CheckpointError
 from deepspeed.muon.seam import replaced
 from deepspeed.muon.zero.checkpoint import durable, manifest, safe_load, save_load
 from helpers.checkpoints import error_of
 from helpers.distributed import run
+from helpers.engine_state import ADAM, MUON, differing, local_states, master_weights, state_sizes
 from helpers.logs import logged
-from helpers.models import MODELS, initialize_, train_engine
-from helpers.training import ds_config, fresh_engine, make_engine
+from helpers.models import MODELS, train_engine
+from helpers.training import BF16_OPTIMIZER, ds_config, fresh_engine, make_engine
 
 # ---- files only -----------------------------------------------------------------------------------------------
 
@@ -135,72 +142,104 @@ def test_a_header_of_the_future_is_refused(tmp_path: Path) -> None:
         manifest.read_header(tmp_path)
 
 
-class Payload:
-    """What a hostile pickle would do."""
+class Pickled:
+    """A call that a pickle makes while it is read."""
+
+    def __init__(self, act: Any, *args: Any) -> None:
+        self.call = act, args
 
     def __reduce__(self) -> tuple:
-        return (os.mkdir, ("muon_was_here",))
+        return self.call
 
 
-def test_an_optimizer_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"optimizer_state_dict": Payload()}, "bad.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        safe_load.read_states(Path("bad.pt"))
-    assert not Path("muon_was_here").exists()
+def test_an_optimizer_file_runs_no_code(tmp_path: Path) -> None:
+    """Some versions of Python write a member of an enumeration as getattr of its class: that alone is read."""
+    file = tmp_path / "states.pt"
+    torch.save({"stage": Pickled(getattr, ZeroStageEnum, "weights")}, file)
+    assert safe_load.read_states(file) == {"stage": ZeroStageEnum.weights}
+    made = tmp_path / "made"
+    for payload in (Pickled(os.mkdir, str(made)), Pickled(getattr, fragment_address, "__init__")):
+        torch.save({"optimizer_state_dict": payload}, file)
+        with pytest.raises(pickle.UnpicklingError):
+            safe_load.read_states(file)
+    assert not made.exists()
 
 
 # ---- engines --------------------------------------------------------------------------------------------------
 
 
-def said_of_manifests(act: Any) -> list[str]:
-    with logged() as said:
-        act()
-    return [text for text in said if "manifest" in text]
-
-
-def save_and_load_with_a_users_object(folder: str, stage: int) -> tuple[str, Any]:
-    """A group with an object of the script's, as of a library that notes where its parameters come from."""
-    for seed in (0, 7):
-        net = MODELS["mlp"]()
-        initialize_(net, seed)
-        groups = [{"params": list(net.parameters()), "origin": Path("a/b")}]
-        engine = make_engine(net, ds_config(stage), model_parameters=groups)
-        found = error_of(engine.load_checkpoint if seed else engine.save_checkpoint, folder)
-        origin = engine.basic_optimizer.param_groups[0]["origin"]
-        engine.destroy()
-    return found, origin
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_users_object_in_a_group_is_saved_and_loaded(stage: int, tmp_path: Path) -> None:
-    assert run(save_and_load_with_a_users_object, 1, folder=str(tmp_path), stage=stage) == [("", Path("a/b"))]
-
-
-def loads_that_fail(folder: str) -> dict[str, Any]:
-    """Return the errors of ranks that see different tags, and of calls that DeepSpeed would answer wrongly."""
-    import torch.distributed as dist
-
-    engine, found = fresh_engine(0, {"stage": 3}), {}
+def loads_that_fail(folder: str) -> tuple[list[str], list[str]]:
+    """Return errors of ranks that see different tags and of a scheduler without state, and what another engine says."""
+    engine = fresh_engine(0, {"stage": 3})
     train_engine(engine, 1)
     engine.save_checkpoint(folder, tag="one")
     with replaced(save_load, _latest=lambda original, folder: None if dist.get_rank() else original(folder)):
-        found["views"] = error_of(engine.load_checkpoint, folder)
+        errors = [error_of(engine.load_checkpoint, folder)]
     engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.basic_optimizer)
-    found["scheduler"] = error_of(engine.load_checkpoint, folder)
+    errors.append(error_of(engine.load_checkpoint, folder))
     engine.lr_scheduler = None
     engine.checkpoint_engine.__class__ = type("OtherEngine", (type(engine.checkpoint_engine),), {})
-    found["other"] = said_of_manifests(lambda: engine.save_checkpoint(folder, tag="one"))
-    found["header"] = Path(folder, "one", manifest.HEADER).exists()
+    with logged() as said:
+        engine.save_checkpoint(folder, tag="one")
+    assert not Path(folder, "one", manifest.HEADER).exists()
+    engine.destroy()
+    return errors, [text for text in said if "manifest" in text]
+
+
+def test_loads_that_fail_on_all_ranks_and_saves_of_another_checkpoint_engine(tmp_path: Path) -> None:
+    (first, said), (second, silence) = run(loads_that_fail, 2, folder=str(tmp_path))
+    assert first == second and silence == []
+    assert "the ranks see different checkpoints, by (tag, id of the save): [('one', '" in first[0]
+    assert "(None, None)]" in first[0] and "load_lr_scheduler_states=False" in first[1]
+    (line,) = said
+    assert "OtherEngine writes this checkpoint" in line
+
+
+# ---- for stock's tools, and in memory -----------------------------------------------------------------------------
+
+
+def save_once(case: dict[str, Any], folder: str, model: str = "mlp") -> tuple[list[list[str]], dict[str, Tensor], str]:
+    """Return the keys of each state in memory after a step and a save, the weights that train, and what is logged."""
+    engine = make_engine(MODELS[model](), ds_config(**case))
+    train_engine(engine, 1)
+    with logged() as said:
+        engine.save_checkpoint(folder)
+    found = [sorted(entry) for entry in local_states(engine)], master_weights(engine), "\n".join(said)
     engine.destroy()
     return found
 
 
-def test_loads_that_fail_on_all_ranks_and_saves_of_another_checkpoint_engine(tmp_path: Path) -> None:
-    first, second = run(loads_that_fail, 2, folder=str(tmp_path))
-    (line,) = first.pop("other")
-    assert "OtherEngine writes this checkpoint" in line and second.pop("other") == []
-    assert first == second and not first["header"]
-    assert "the ranks see different checkpoints, by (tag, id of the save): [('one', '" in first["views"]
-    assert "(None, None)]" in first["views"]
-    assert "load_lr_scheduler_states=False" in first["scheduler"]
+@pytest.mark.parametrize("case", [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload": True}, BF16_OPTIMIZER], ids=str)
+def test_the_files_hold_adams_keys_and_no_second_moment_for_muon(case: dict[str, Any], tmp_path: Path) -> None:
+    assert [keys for keys, *_ in run(save_once, 2, case=case, folder=str(tmp_path))] == [[MUON, ADAM]] * 2
+    files = sorted(tmp_path.glob("*/*zero_pp_rank_*_optim_states.pt"))
+    assert len(files) == 2
+    for file in files:
+        saved = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        state = saved.get("optimizer_state_dict", saved.get("base_optimizer_state"))["state"]
+        assert [sorted(entry) for entry in state.values()] == [ADAM, ADAM]
+        assert state[0]["exp_avg_sq"].shape == state[0]["exp_avg"].shape
+        assert state[0]["exp_avg"].any() and not state[0]["exp_avg_sq"].any()
+        assert state[0]["exp_avg_sq"].untyped_storage().nbytes() == 4
+
+
+def test_the_script_in_a_checkpoint_gives_the_weights_that_train(tmp_path: Path) -> None:
+    """What it leaves out is logged."""
+    (_, weights, said), _ = run(save_once, 2, case={"stage": 1}, folder=str(tmp_path), model="frozen")
+    assert "zero_to_fp32 leaves out frozen parameters, here 2" in said
+    command = [sys.executable, "zero_to_fp32.py", ".", "out", "--max_shard_size", "1GB"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (tmp_path / "out").glob("pytorch_model*.bin")
+    assert differing(weights, torch.load(file, weights_only=True)) == []
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_muon_keeps_four_bytes_per_parameter(world: int) -> None:
+    cases = [{"stage": stage, "dtype": dtype} for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
+    matrices = [p.numel() for p in MODELS["mlp"]().parameters() if p.ndim == 2]
+    for case, *ranks in zip(cases, *run(state_sizes, world, cases=cases), strict=True):
+        used, flat, tensors = (sum(column) for column in zip(*ranks, strict=True))
+        assert used == 4 * flat + 4 * tensors, case  # the momentum, and the step count of each tensor
+        padding = flat - sum(matrices)
+        assert 0 <= padding < (len(matrices) * world if case["stage"] == 3 else 2 * world), case

@@ -27,8 +27,8 @@ from helpers.checkpoints import error_of, tree, verify_save
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.logs import logged
-from helpers.models import train_engine
-from helpers.training import fresh_engine
+from helpers.models import MODELS, halve, train_engine
+from helpers.training import ds_config, fresh_engine, make_engine
 
 # ---- saves that fail ----------------------------------------------------------------------------------------
 
@@ -94,6 +94,13 @@ FAULTS = {
 }
 
 
+def engine_at(stage: int, seed: int = 0, origin: Any = None) -> Any:
+    """An engine with a group that notes where its parameters come from, as those of some libraries do."""
+    net = halve(MODELS["mlp"](), seed)
+    groups = [{"params": list(net.parameters()), "origin": origin}]
+    return make_engine(net, ds_config(stage), model_parameters=groups)
+
+
 def functions(owner: Any) -> list[str]:
     """Return the names of functions that are attributes of an object itself."""
     return sorted(name for name, value in vars(owner).items() if inspect.isroutine(value))
@@ -105,9 +112,9 @@ def checkpoints_in(folder: Path) -> dict[str, bytes | None]:
 
 
 def save_with_faults(folder: str, stage: int) -> dict[str, Any]:
-    """Save with each fault; return the errors and what they changed, and what a good save and a load do then."""
+    """Save with each fault, and at last a good one that loads; return the errors and what they changed."""
     root, rank, found = Path(folder), dist.get_rank(), {}
-    engine = fresh_engine(0, {"stage": stage})
+    engine = engine_at(stage, origin=Path("a/b"))
     engine.checkpoint_engine.save = mine = type(engine.checkpoint_engine).save.__get__(engine.checkpoint_engine)
     owners = (engine, engine.checkpoint_engine, engine.optimizer)
     own = [functions(owner) for owner in owners]
@@ -124,21 +131,17 @@ def save_with_faults(folder: str, stage: int) -> dict[str, Any]:
             with fault.context(engine, root) if rank in fault.ranks else nullcontext():
                 error = error_of(engine.save_checkpoint, **options)
             dist.barrier()
-            found[f"{name}, {tag}"] = (
-                fault.words,
-                error,
-                differing(before, snapshot(engine)),
-                checkpoints_in(root) == files,
-            )
+            changed = differing(before, snapshot(engine))
+            found[f"{name}, {tag}"] = fault.words, error, changed, checkpoints_in(root) == files
             dist.barrier()
     train_engine(engine, 1, first_step=1)
     engine.save_checkpoint(folder, tag="good")
     engine.load_checkpoint(folder)
-    other = fresh_engine(7, {"stage": stage})
+    other = engine_at(stage, seed=1)
     other.load_checkpoint(folder)
-    found["loaded"] = differing(snapshot(engine), snapshot(other))
-    found["are functions put back"] = own == [functions(owner) for owner in owners]
-    assert engine.checkpoint_engine.save is mine
+    assert differing(snapshot(engine), snapshot(other)) == []
+    assert other.basic_optimizer.param_groups[0]["origin"] == Path("a/b")
+    assert own == [functions(owner) for owner in owners] and engine.checkpoint_engine.save is mine
     engine.destroy()
     other.destroy()
     return found
@@ -149,7 +152,6 @@ def test_a_save_that_fails(stage: int, tmp_path: Path) -> None:
     """The error is the same on all ranks; the engine and older checkpoints stay as they were; the next save is good."""
     first, second = run(save_with_faults, 2, folder=str(tmp_path), stage=stage)
     assert first == second
-    assert first.pop("loaded") == [] and first.pop("are functions put back")
     assert len(first) >= 14
     for case, (words, error, changed, is_as_before) in first.items():
         assert re.search(words, error), (case, error)
@@ -171,6 +173,7 @@ SAVED: list[Argument] = [
     ("save_latest", False, True),
     ("exclude_frozen_parameters", False, True),
 ]
+REPLICA = "layer_0_expert_0_mp_rank_00_model_states.pt"
 LOADED: list[Argument] = [
     *((f"load_{name}", False, True) for name in ("optimizer_states", "lr_scheduler_states")),
     *((f"load_module_{name}", False, True) for name in ("only", "strict")),
@@ -179,8 +182,9 @@ LOADED: list[Argument] = [
 ]
 
 
-def differ_between_ranks(folder: str) -> dict[str, Any]:
-    engine, rank = fresh_engine(0, {"stage": 2}), dist.get_rank()
+def differ_between_ranks(folder: str) -> tuple[list[str], list[str]]:
+    """Return the errors, and what is logged of a client_state that differs."""
+    engine, rank, root = fresh_engine(0, {"stage": 2}), dist.get_rank(), Path(folder)
     train_engine(engine, 1)
 
     def errors_of(act: Callable[..., Any], arguments: list[Argument], **common: Any) -> list[str]:
@@ -190,49 +194,45 @@ def differ_between_ranks(folder: str) -> dict[str, Any]:
             found.append(error_of(act, **common | {name: value}))
         return found
 
-    found: dict[str, Any] = {"saved": errors_of(engine.save_checkpoint, SAVED, save_dir=folder, tag="one")}
+    errors = errors_of(engine.save_checkpoint, SAVED, save_dir=folder, tag="one")
     dist.barrier()
-    found["written"] = tree(Path(folder))
+    assert tree(root) == {}
     dist.barrier()
-    with logged() as lines:
+    with logged() as said:
         engine.save_checkpoint(folder, tag="one", client_state={"loss": 0.5 + rank})
-    found["client"] = [line for line in lines if "client_state" in line]
     engine.save_checkpoint(folder, tag="two")
     before = snapshot(engine)
-    found["loaded"] = errors_of(engine.load_checkpoint, LOADED, load_dir=folder)
-    found["changed"] = differing(before, snapshot(engine))
+    errors += errors_of(engine.load_checkpoint, LOADED, load_dir=folder)
+    assert differing(before, snapshot(engine)) == []
     engine.destroy()
-    return found
+    return errors, [line for line in said if "client_state" in line]
 
 
 def test_arguments_that_differ_between_ranks_are_one_error(tmp_path: Path) -> None:
-    first, second = run(differ_between_ranks, 2, folder=str(tmp_path))
-    assert len(first.pop("client")) == 1 and second.pop("client") == []
-    assert first == second and first["written"] == {} and first["changed"] == []
-    assert "tag differs: rank 0 has loss0, ranks [1] have ['loss1']" in first["saved"][0]
-    for (name, *_), error in zip(SAVED + LOADED, first["saved"] + first["loaded"], strict=True):
+    (first, said), (second, silence) = run(differ_between_ranks, 2, folder=str(tmp_path))
+    assert first == second and len(said) == 1 and silence == []
+    assert "tag differs: rank 0 has loss0, ranks [1] have ['loss1']" in first[0]
+    for (name, *_), error in zip(SAVED + LOADED, first, strict=True):
         assert f"the argument {name} differs" in error, name
 
 
-def name_one_file(folder: str) -> bool:
+def save_a_replica(folder: str) -> None:
     """Write a file of one name on both ranks, with different contents of different lengths, as replicas of experts."""
     engine, rank = fresh_engine(0, {"stage": 2}), dist.get_rank()
 
     def with_a_replica(original: Any, *args: Any, **options: Any) -> None:
         original(*args, **options)
-        path = os.path.join(folder, "one", "layer_0_expert_0_mp_rank_00_model_states.pt")
-        engine.checkpoint_engine.save({"rank": rank, "data": torch.zeros(10 + 1000 * rank)}, path)
+        engine.checkpoint_engine.save({"rank": rank, "data": torch.zeros(10 + 1000 * rank)}, f"{folder}/one/{REPLICA}")
 
     with replaced(engine, _save_checkpoint=with_a_replica):
-        result = engine.save_checkpoint(folder, tag="one")
+        assert engine.save_checkpoint(folder, tag="one")
     engine.destroy()
-    return result
 
 
 def test_a_file_that_two_ranks_name_has_one_writer(tmp_path: Path) -> None:
-    assert run(name_one_file, 2, folder=str(tmp_path)) == [True, True]
+    run(save_a_replica, 2, folder=str(tmp_path))
     verify_save(tmp_path / "one", 2)
-    state = torch.load(tmp_path / "one" / "layer_0_expert_0_mp_rank_00_model_states.pt")
+    state = torch.load(tmp_path / "one" / REPLICA)
     assert state["rank"] == 0 and len(state["data"]) == 10
 
 
@@ -254,8 +254,8 @@ def test_a_save_from_fewer_ranks_leaves_no_older_shards(tmp_path: Path) -> None:
     assert "mine.txt" in names and not [name for name in names if "rank_1_" in name or "00001" in name]
 
 
-def save_by_link_and_on_nodes(folder: str) -> dict[str, Any]:
-    engine, rank, found, root = fresh_engine(0, {"stage": 2}), dist.get_rank(), {}, Path(folder)
+def save_by_link_and_on_nodes(folder: str) -> None:
+    engine, rank, root = fresh_engine(0, {"stage": 2}), dist.get_rank(), Path(folder)
     engine.save_checkpoint(folder, tag="one")
     dist.barrier()
     if rank == 0:
@@ -263,31 +263,28 @@ def save_by_link_and_on_nodes(folder: str) -> dict[str, Any]:
         (root / "latest").symlink_to("elsewhere")
     dist.barrier()
     engine.save_checkpoint(folder, tag="two")
-    found["link"] = (root / "latest").is_symlink(), (root / "elsewhere").read_text()
+    assert (root / "latest").is_symlink() and (root / "elsewhere").read_text() == "two"
     engine._config.use_node_local_storage = True
     engine.use_node_local_storage = lambda: True
     engine.local_rank = 0
     storage = root / f"node{rank}"
-    engine.save_checkpoint(str(storage), tag="one")
-    engine.save_checkpoint(str(storage), tag="two")
+    for tag in ("one", "two"):
+        engine.save_checkpoint(str(storage), tag=tag)
     with failing(manifest, "finish", *FULL) if rank == 1 else nullcontext():
-        found["error"] = error_of(engine.save_checkpoint, str(storage), tag="two")
-    found["latest"] = (storage / "latest").read_text()
+        assert "rank 1: [Errno 28]" in error_of(engine.save_checkpoint, str(storage), tag="two")
+    assert (storage / "latest").read_text() == "one"
     engine.destroy()
-    return found
 
 
 def test_a_linked_latest_and_storage_of_each_node(tmp_path: Path) -> None:
     """If a save fails that replaces a checkpoint, each node's `latest` names the one before."""
-    for found in run(save_by_link_and_on_nodes, 2, folder=str(tmp_path)):
-        assert found["link"] == (True, "two")
-        assert "rank 1: [Errno 28]" in found["error"] and found["latest"] == "one"
+    run(save_by_link_and_on_nodes, 2, folder=str(tmp_path))
 
 
 # ---- file systems that lack calls ---------------------------------------------------------------------------
 
 
-def save_where_calls_are_missing(folder: str) -> dict[str, Any]:
+def save_where_calls_are_missing(folder: str) -> list[str]:
     """Save as on an object store mounted as a folder: without rename, fsync, locks and a second opening to write."""
 
     def missing(*_: Any, **__: Any) -> None:
@@ -296,24 +293,21 @@ def save_where_calls_are_missing(folder: str) -> dict[str, Any]:
     def opened(file: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
         return missing() if "+" in mode else builtins.open(file, mode, *args, **options)
 
-    engine, found = fresh_engine(0, {"stage": 2}), {}
+    engine, other = (fresh_engine(seed, {"stage": 2}) for seed in (0, 7))
     train_engine(engine, 1)
-    with pytest.MonkeyPatch.context() as patch, logged() as lines:
+    with pytest.MonkeyPatch.context() as patch, logged() as said:
         for owner, name in ((os, "rename"), (os, "fsync"), (fcntl, "flock"), (Path, "replace")):
             patch.setattr(owner, name, missing)
         patch.setattr(Path, "open", opened)
-        found["saves"] = [error_of(engine.save_checkpoint, folder, tag=tag) for tag in ("one", "two")]
-    found["lines"] = [line for line in lines if "does not support" in line]
-    other = fresh_engine(7, {"stage": 2})
+        for tag in ("one", "two"):
+            engine.save_checkpoint(folder, tag=tag)
     other.load_checkpoint(folder)
-    found["loaded"] = differing(snapshot(engine), snapshot(other))
+    assert differing(snapshot(engine), snapshot(other)) == []
     engine.destroy()
     other.destroy()
-    return found
+    return sorted(line.split(" not support ")[1].split(":")[0] for line in said if "does not support" in line)
 
 
 def test_file_systems_without_rename_fsync_and_locks(tmp_path: Path) -> None:
-    for found in run(save_where_calls_are_missing, 2, folder=str(tmp_path)):
-        assert found["saves"] == ["", ""] and found["loaded"] == []
-        assert sorted(line.split(" not support ")[1].split(":")[0] for line in found["lines"]) == ["fsync", "rename"]
+    assert run(save_where_calls_are_missing, 2, folder=str(tmp_path)) == [["fsync", "rename"]] * 2
     verify_save(tmp_path / "two", 2)

@@ -20,7 +20,11 @@ def test_resume_is_exact(name: str, index: int, tmp_path: Path) -> None:
     verify_save(tmp_path / (tmp_path / "latest").read_text(), world)
 
 
-@pytest.mark.parametrize("name", ["ZeRO", "precision and offload", pytest.param("experts", marks=pytest.mark.full)])
+FRESH = ["ZeRO", "precision and offload", "NVMe, dynamic loss scale"]
+
+
+@pytest.mark.time_limit(1200)
+@pytest.mark.parametrize("name", [*FRESH, pytest.param("experts", marks=pytest.mark.full)])
 def test_resume_in_a_fresh_process_is_exact(name: str, tmp_path: Path) -> None:
     world = SETTINGS[name].case(0)["world"]
     job = {"name": name, "index": 0, "folder": str(tmp_path)}

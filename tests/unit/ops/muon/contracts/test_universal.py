@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from helpers import nvme
 from helpers.contracts import around_a_move, lost_moments, merged
@@ -11,6 +12,9 @@ from helpers.engine_state import differing
 from helpers.oracles import change_error
 from helpers.settings import SETTINGS, cells
 from helpers.universal import convert
+
+TO_FP32 = ("ZeRO", "precision and offload", "BF16_Optimizer", "NVMe")
+"""Rows whose checkpoints DeepSpeed's zero_to_fp32 is made for."""
 
 
 @pytest.mark.time_limit(1200)
@@ -20,6 +24,8 @@ def test_a_universal_checkpoint_continues_elsewhere(name: str, index: int, tmp_p
     setting, case = SETTINGS[name], SETTINGS[name].case(index)
     job = {"name": name, "index": index, "folder": str(tmp_path)}
     weights, states, later = merged(nvme.run(around_a_move, case["world"], loads=False, **job))
+    if name in TO_FP32:
+        assert differing(weights, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="saved")) == []
     convert(tmp_path)
     loaded, found, last = merged(nvme.run(around_a_move, setting.elsewhere(case)["world"], loads=True, **job))
     assert differing(weights, loaded) == []

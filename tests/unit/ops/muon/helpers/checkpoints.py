@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from deepspeed.muon import CheckpointError
+from deepspeed.muon import CheckpointError, ImportStateError
 from deepspeed.muon.zero.checkpoint import manifest
 
 
 def error_of(act: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """Return the text of the CheckpointError that ``act(*args, **options)`` raises; "" if it raises none."""
+    """Return the text of the error about a checkpoint that ``act(*args, **options)`` raises; "" if it raises none."""
     try:
         act(*args, **options)
-    except CheckpointError as error:
+    except (CheckpointError, ImportStateError) as error:
         return str(error)
     return ""
 

@@ -25,7 +25,7 @@ def find(name: str, index: int, folder: str) -> tuple[Setting, Case]:
     """Return a row of the table and one of its cases; what it swaps is in a folder of this rank."""
     setting = SETTINGS[name]
     case = setting.case(index)
-    return setting, case | ({"swap": f"{folder}/swap"} if name == "NVMe" else {})
+    return setting, case | ({"swap": f"{folder}/swap"} if name.startswith("NVMe") else {})
 
 
 def train(name: str, index: int, folder: str) -> tuple[dict[str, Tensor], list[float]]:
@@ -48,11 +48,14 @@ def end_of(name: str, index: int, folder: str, loads: bool) -> dict[str, Tensor]
         else:
             for number in range(SAVED):
                 setting.way.take(engine, number)
+            engine.basic_optimizer.param_groups[-1]["weight_decay"] *= 0.5  # by the script
             engine.save_checkpoint(folder)
         assert engine.global_steps - engine.skipped_steps == SAVED
         for number in range(SAVED, SAVED + 2):
             setting.way.take(engine, number)
-        return setting.way.snapshot(engine)
+        scale = getattr(engine.optimizer, "cur_scale", getattr(engine.optimizer, "loss_scale", 1.0))
+        counts = torch.tensor([*engine.get_lr(), scale, engine.skipped_steps], dtype=torch.float64)
+        return setting.way.snapshot(engine) | {"rates, loss scale, skipped steps": counts}
 
 
 def resume(name: str, index: int, folder: str) -> list[str]:
@@ -98,7 +101,9 @@ def around_a_move(
         for number in range(SAVED, SAVED + 2):
             setting.way.take(engine, number)
         later, trained = setting.way.weights(engine), setting.way.names(engine)  # the converter drops frozen weights
-        return {name: weights[name] for name in trained}, states, {name: later[name] for name in trained}
+        found = {name: weights[name] for name in trained}, states, {name: later[name] for name in trained}
+        weights, states, later = (setting.way.apart(engine, values) for values in found)
+        return weights, states, later
 
 
 def lost_moments(name: str, index: int, folder: str) -> tuple[list[str], int]:

@@ -15,8 +15,7 @@ from helpers.checkpoints import remove_manifests
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, Mlp, train_engine
 from helpers.training import ds_config, make_engine
-
-STOCK = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+from helpers.universal import ADAMW
 
 
 def shard(folder: Path, rank: int) -> Path:
@@ -66,11 +65,7 @@ def interrupt(folder: Path) -> None:
 
 
 def unverified(damage: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    def act(folder: Path) -> None:
-        remove_manifests(folder)
-        damage(folder)
-
-    return act
+    return lambda folder: [remove_manifests(folder), damage(folder)]
 
 
 def name_in_latest(text: str) -> Callable[[Path], Any]:
@@ -104,9 +99,10 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def tagged() -> Any:
-    net = MODELS["mlp"]()
-    net.layers[0].weight.use_muon = False
+def with_adamw_for(layer: int) -> Any:
+    """Return the small model, whose layer of this number AdamW updates."""
+    net: Any = MODELS["mlp"]()
+    net.layers[layer].weight.use_muon = False
     return net
 
 
@@ -115,10 +111,10 @@ def foreign(stage: int) -> dict[str, tuple[Callable[[], Any], dict[str, Any], bo
     own = {"stage": stage}
     order = {"sub_group_size": 100} if stage == 3 else {"round_robin_gradients": True}
     return {
-        "saved by AdamW": (MODELS["mlp"], own | {"optimizer": STOCK}, False),
+        "saved by AdamW": (MODELS["mlp"], own | {"optimizer": ADAMW}, False),
         "saved with matrices of other shapes": (lambda: Mlp((7, 15, 9, 14, 11, 5)), own, False),
         "saved with more layers": (lambda: Mlp((7, 15, 9, 13, 11, 5, 5)), own, False),
-        "saved with another matrix under AdamW": (tagged, own, False),
+        "saved with another matrix under AdamW": (lambda: with_adamw_for(0), own, False),
         "saved with another split into parameter groups": (MODELS["mlp"], own, True),
         "saved with another sub_group_size (stage 3) or round_robin_gradients": (
             MODELS["mlp"],

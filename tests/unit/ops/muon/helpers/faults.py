@@ -70,8 +70,7 @@ class Trap:
         self.around(Exchange, "_launch", "exchange")
         self.around(PendingCollective, "wait", "exchange")
         self.around(Path, "replace", "save")  # header, manifest and latest are put in place by it
-        swappers = [OptimizerSwapper, *_subclasses(OptimizerSwapper)]
-        for owner in swappers:
+        for owner in [OptimizerSwapper, *_subclasses(OptimizerSwapper)]:
             for name in ("swap_in_optimizer_state", "swap_out_optimizer_state"):
                 if name in vars(owner):
                     self.around(owner, name, "swap")
@@ -221,27 +220,17 @@ class Tally:
 
     kills: int = 0
     completed: int = 0
-    resumed: list[int] = field(default_factory=list)
-    slowest: float = 0.0
     problems: list[str] = field(default_factory=list)
 
 
 def torment(root: Path, case: dict[str, Any], phase: str, kills: int, seed: int) -> Tally:
     """Restart the job from `latest` until `kills` attempts were killed in `phase`; then let it finish."""
     expected = reference(root / "reference", case)
-    rng, tally, chain = random.Random(seed), Tally(), 0
-    folder = root / f"{phase}{chain}"
+    rng, tally = random.Random(seed), Tally()
     while tally.kills < kills and not tally.problems:
-        deaths = _choose(rng, phase, expected)
-        outcome = attempt(folder, case, deaths)
-        _judge(tally, outcome, deaths, folder, expected)
-        if outcome.codes == [0] * WORLD:  # it was nearly done: the chosen event was never reached
-            tally.completed += 1
-            chain += 1
-            folder = root / f"{phase}{chain}"
-    outcome = attempt(folder, case, {})
-    _judge(tally, outcome, {}, folder, expected)
-    tally.completed += outcome.codes == [0] * WORLD
+        # A job that was nearly done reaches no event: the next one starts anew.
+        _judge(tally, root / str(tally.completed), case, _choose(rng, phase, expected), expected)
+    _judge(tally, root / str(tally.completed), case, {}, expected)
     return tally
 
 
@@ -252,32 +241,27 @@ def _choose(rng: random.Random, phase: str, expected: Reference) -> dict[int, tu
 
 
 def _judge(
-    tally: Tally, outcome: Outcome, deaths: dict[int, tuple[str, int]], folder: Path, expected: Reference
+    tally: Tally, folder: Path, case: dict[str, Any], deaths: dict[int, tuple[str, int]], expected: Reference
 ) -> None:
-    """Add an outcome to the tally; lost checkpoints, other losses than expected and hangs are problems."""
-    tally.kills += -signal.SIGKILL in outcome.codes
-    tally.slowest = max(tally.slowest, outcome.seconds)
-    where = f"{folder.name}, deaths {deaths}, codes {outcome.codes}"
-    if None in outcome.codes:
-        tally.problems.append(f"{where}: a rank hangs")
-    if -signal.SIGKILL not in outcome.codes and outcome.codes != [0] * WORLD:
-        tally.problems.append(f"{where}: failed without a kill: {[text[-1500:] for text in outcome.output]}")
+    """Start the job and count the outcome; lost checkpoints, other losses than expected and hangs are problems."""
+    outcome = attempt(folder, case, deaths)
+    is_killed, is_done = -signal.SIGKILL in outcome.codes, outcome.codes == [0] * WORLD
+    tally.kills += is_killed
+    tally.completed += is_done
+    problems = ["a rank hangs"] if None in outcome.codes else []
+    if not is_killed and not is_done:
+        problems.append(f"failed without a kill: {[text[-1500:] for text in outcome.output]}")
     for rank in range(WORLD):
-        lines, saved = read_log(folder, rank), 0
-        for line in lines:
-            key, value = " ".join(line[:-1]), line[-1]
-            if key in ("step", "saved") or key == "start":
-                continue
-            if expected.lines[rank].get(key) != value:
-                tally.problems.append(f"{where}: rank {rank} has {line}, expected {expected.lines[rank].get(key)}")
-        for key, value in ((line[0], line[1]) for line in lines):
+        saved = 0
+        for *words, value in read_log(folder, rank):
+            key = " ".join(words)
             if key == "start" and int(value) < saved:
-                tally.problems.append(f"{where}: rank {rank} starts at step {value} and had saved {saved}")
-            saved = int(value) if key == "saved" else saved
-    starts = [line[1] for line in read_log(folder, 0) if line[0] == "start"]
-    if len(starts) > 1:
-        tally.resumed.append(int(starts[-1]))
-    if outcome.codes == [0] * WORLD:
-        done = {" ".join(line[:-1]) for line in read_log(folder, 0)}
-        if missing := expected.lines[0].keys() - done:
-            tally.problems.append(f"{where}: finished without {sorted(missing)}")
+                problems.append(f"rank {rank} starts at step {value} and had saved {saved}")
+            elif key == "saved":
+                saved = int(value)
+            elif key != "start" and expected.lines[rank].get(key) != value:
+                problems.append(f"rank {rank} has {key} {value}, expected {expected.lines[rank].get(key)}")
+    done = {" ".join(words) for *words, _ in read_log(folder, 0)}
+    if is_done and (missing := expected.lines[0].keys() - done):
+        problems.append(f"finished without {sorted(missing)}")
+    tally.problems += [f"{folder.name}, deaths {deaths}, codes {outcome.codes}: {text}" for text in problems]

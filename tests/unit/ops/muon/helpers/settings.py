@@ -154,6 +154,12 @@ HPZ = {"stage": 3, "world": 4, "zero": {"zero_hpz_partition_size": 2, "stage3_pa
 MANY_RANKS: list[Case] = [case | {"world": world} for world in (2, 1, 3) for case in OFFLOADED]
 
 DYNAMIC = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 1}}
+OVERFLOWING: Case = {
+    "dtype": "fp16",
+    "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 2},
+}
+"""The loss scale is too large for the first steps and grows again after others."""
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 8}}
 SPLIT_ABSENT = {"muon_split": Absent.SPLIT}
 
 STATEFUL: list[Case] = [
@@ -185,10 +191,11 @@ HALF = [
 RECOMPUTED = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
 CLIPPED = {"frozen": "the oracle's QK-clip acts on frozen projections too"}
 SCALED = {"bad step": "the dynamic loss scale remembers a bad step; test_gradient_scale.py has that"}
+GROWN = dict.fromkeys(("oracle", "frozen"), "at stages 1 to 3 DeepSpeed divides by a loss scale that has just grown")
 NO_FILES = dict.fromkeys(("resume", "frozen", "universal"), "DeepSpeed cannot load its own checkpoint, with AdamW too")
 ONE_STAGE = {"universal": "the converter keeps the second moments of one stage; another test reads the warning"}
 NOT_CONVERTED = {"universal": "DeepSpeed's converter does not know deepspeed.moe layers"}
-AUTOEP_MOVES = {"universal": "test_expert_checkpoints.py moves AutoEP to other expert-parallel sizes"}
+AUTOEP_MOVES = {"universal": "the row AutoEP has it; another test reads the warning about second moments"}
 MARKED = {"universal": "DeepSpeed's converter does not know Megatron's marks"}
 STAGES_DIFFER = {"universal": "at stage 3 DeepSpeed takes the mean over a sequence's ranks, elsewhere the sum"}
 NEOX = {"universal": "the converter refuses copies that differ in the last bit, as those of GPT-NeoX do"}
@@ -197,11 +204,11 @@ AUTOTP, MPU = ways.TensorParallel(), ways.Megatron()
 SETTINGS: dict[str, Setting] = {
     "ZeRO": Setting(Way(), all_pairs(), quick=4),
     "ZeRO on 1 to 4 ranks": Setting(
-        Way(), [case | {"world": world, "accumulation": 4} for world in (1, 2, 3, 4) for case in OFFLOADED], quick=1
+        Way(), [case | {"world": world, "accumulation": 4} for world in (1, 2, 3, 4) for case in OFFLOADED]
     ),
     "precision and offload": Setting(Way(), list(precisions("fp32", "bf16", "fp16", "autocast")), quick=2),
     "fp16 autocast": Setting(
-        Way(), with_clips(8.0, precisions("fp16 autocast")), {"eps": EPS}, {"eps": EPS}, without=SCALED, quick=1
+        Way(), with_clips(8.0, precisions("fp16 autocast")), {"eps": EPS}, {"eps": EPS}, without=SCALED
     ),
     "fp16 at stage 0": Setting(
         Way(),
@@ -550,6 +557,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     "experts, normuon": Setting(ways.Experts(), grid((2, 1), (4,)), *RULES["normuon"], without=NOT_CONVERTED),
     "experts without tokens": Setting(ways.WithoutTokens(), grid((1, 2), (2, 4)), without=NOT_CONVERTED),
+    "AutoEP": Setting(
+        ways.AutoEp(),
+        [{"stage": stage, "world": world, "clip": 1.0 if stage else 0.0} for world in (2, 4) for stage in (2, 3, 0, 1)],
+        moves={"world": 4, "ep": 4},
+    ),
     "experts with an mpu and in pipelines": Setting(
         ways.ExpertsBeside(),
         [
@@ -561,14 +573,10 @@ SETTINGS: dict[str, Setting] = {
         ],
         without=NOT_CONVERTED,
     ),
-    "AutoEP": Setting(
+    "AutoEP, an expert on each rank": Setting(
         ways.AutoEp(),
-        [
-            {"stage": stage, "world": world, "experts": experts, "clip": 1.0 if stage else 0.0}
-            for world, experts in ((2, 4), (4, 4), (4, 2))
-            for stage in (2, 3, 0, 1)
-        ],
-        without=AUTOEP_MOVES,
+        [{"stage": stage, "world": 4, "experts": 2, "clip": 1.0 if stage else 0.0} for stage in (2, 3, 0, 1)],
+        moves={"world": 2},
     ),
     "AutoEP, normuon": Setting(ways.AutoEp(), grid((3, 2, 1), (4,)), *RULES["normuon"], without=AUTOEP_MOVES),
     "AutoEP with AutoTP": Setting(
@@ -582,10 +590,18 @@ SETTINGS: dict[str, Setting] = {
     ),
     "NVMe": Setting(
         ways.Nvme(),
-        [{"pipelined": True}, {}, {"params": "nvme", "pipelined": True}, {"dtype": "bf16"}],
+        [
+            {"pipelined": True},
+            {},
+            {"params": "nvme", "pipelined": True},
+            {"dtype": "bf16"},
+            {"params": "nvme", "pipelined": True, "dtype": "bf16"},
+            *({"stays": True, "pipelined": is_pipelined} for is_pipelined in (False, True)),
+            {"device": "cpu"},
+        ],
     ),
     "an optimizer of the script": Setting(
-        ways.ByScript(), [*OFFLOADED, *grid((1, 2, 3)), {"stage": 0, "dtype": "bf16"}], quick=1
+        ways.ByScript(), [*OFFLOADED, *grid((1, 2, 3)), {"stage": 0, "dtype": "bf16"}]
     ),
     "pipeline, heads and splits": Setting(
         ways.Pipeline(),
@@ -607,6 +623,11 @@ SETTINGS: dict[str, Setting] = {
         quick=2,
     ),
     "ALST": Setting(ways.Alst(), grid((2, 3)), without=STAGES_DIFFER),
+    "dynamic loss scale and schedule": Setting(
+        Way(),
+        [{"stage": stage, "scheduler": WARMUP, **OVERFLOWING} for stage in (1, 2, 3, 0)],
+        without=SCALED | GROWN,
+    ),
     "hybrid engine": Setting(
         ways.Hybrid(),
         [
@@ -619,6 +640,16 @@ SETTINGS: dict[str, Setting] = {
         Way(),
         IDLE,
         without=dict.fromkeys(("resume", "frozen", "universal"), "the settings are about the way of gradients only"),
+    ),
+    "NVMe, momentum in memory": Setting(
+        ways.Nvme(),
+        [{"stays": True, "keys": {"momentum_dtype": dtype}} for dtype in ("int8", "bf16")],
+        bounds=(0.25, 0.08),
+    ),
+    "NVMe, dynamic loss scale": Setting(
+        ways.Nvme(),
+        [OVERFLOWING, OVERFLOWING | {"pipelined": True}],
+        without=SCALED | GROWN,
     ),
 }
 

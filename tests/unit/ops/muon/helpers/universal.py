@@ -9,17 +9,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from helpers.engine_state import kept_dtypes
-from helpers.models import MODELS, initialize_, train_engine
+from helpers.engine_state import named_states
+from helpers.models import MODELS, initialize_
 from helpers.training import ds_config, fp32_weights
 
 Case = dict[str, Any]
 """Arguments of ds_config, and ``model``, ``groups`` (of different settings) and ``seed``."""
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 8}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-8, "torch_adam": True}}
 
 
@@ -41,62 +39,18 @@ def build(case: Case, seed: int, **extra: Any) -> Any:
     return deepspeed.initialize(model=net, config=ds_config(**case, **extra), model_parameters=params)[0]
 
 
-def mean_losses(engine: Any, steps: int, first_step: int) -> list[float]:
-    """Train ``steps`` steps; return their losses, averaged over the ranks."""
-    import torch.distributed as dist
-
-    losses = torch.tensor(train_engine(engine, steps, first_step), dtype=torch.float64)
-    dist.all_reduce(losses)
-    return (losses / dist.get_world_size()).tolist()
-
-
 def facts(engine: Any) -> dict[str, Any]:
     """Return what a checkpoint must restore: weights, states and step counts by name, group settings, schedule."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
     optimizer = engine.basic_optimizer
-    states = {}
-    for param, spec in getattr(optimizer, "specs", {}).items():
-        for key in ("momentum_buffer",) if spec.use_muon else ("exp_avg", "exp_avg_sq"):
-            states[f"{spec.name}.{key}"] = safe_get_full_optimizer_state(param, key).clone()
     return {
         "weights": fp32_weights(engine),
-        "states": states,
+        "states": named_states(engine),
         "keys": sorted({key for state in optimizer.state.values() for key in state}),
-        "momentum": kept_dtypes(optimizer.state.values()),
         "steps": sorted({float(state["step"]) for state in optimizer.state.values()}),
         "settings": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
         "count": engine.global_steps,
     }
-
-
-def save_all(cases: list[Case], folder: str, **extra: Any) -> list[dict[str, Any]]:
-    """For each case train three steps, save, and train three more; return the state when saved and what followed."""
-    results = []
-    for index, case in enumerate(cases):
-        engine = build(case, 0, **extra)
-        initial = fp32_weights(engine)
-        train_engine(engine, 3)
-        if engine.lr_scheduler is None:
-            engine.basic_optimizer.param_groups[-1]["lr"] *= 0.5
-        engine.save_checkpoint(f"{folder}/{index}", tag="saved")
-        result = facts(engine) | {"initial": initial}
-        results.append(result | {"losses": mean_losses(engine, 3, 3), "after": fp32_weights(engine)})
-        engine.destroy()
-    return results
-
-
-def load_all(jobs: list[tuple[str, Case]], steps: int = 3, universal: bool = True) -> list[dict[str, Any]]:
-    """For each (folder, case) load into an engine with other weights; return what was restored and the steps after."""
-    results = []
-    for folder, case in jobs:
-        engine = build(case, 7, **({"checkpoint": {"load_universal": True}} if universal else {}))
-        assert engine.load_checkpoint(folder, tag="universal" if universal else "saved")[0] is not None
-        result = facts(engine)
-        results.append(result | {"losses": mean_losses(engine, steps, 3), "after": fp32_weights(engine)})
-        engine.destroy()
-    return results
 
 
 def convert(folder: Path, inject: bool = False) -> None:

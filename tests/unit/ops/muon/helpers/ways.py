@@ -104,6 +104,10 @@ class Way:
         """Return "parameter.key" -> whole optimizer state, of the parameters that this rank has."""
         return engine_state.named_states(engine)
 
+    def apart(self, engine: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return values under names that mean the same on all ranks."""
+        return values
+
     def names(self, engine: Any) -> dict[str, nn.Parameter]:
         """Return name in the whole model -> parameter, of those that this rank has and trains."""
         return {spec.name: param for param, spec in engine.basic_optimizer.specs.items()}
@@ -497,7 +501,7 @@ class WithoutTokens(Experts):
 
 
 class AutoEp(Experts):
-    """AutoEP of a Mixtral's experts over two ranks, which AutoTP also uses if the case has `tp` 2."""
+    """AutoEP of a Mixtral's experts over `ep` ranks, two of which AutoTP also uses if the case has `tp` 2."""
 
     renamed = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -520,8 +524,8 @@ class AutoEp(Experts):
                 parts[name] = list(index)
         return parts
 
-    def build(self, seed: int, stage: int, experts: int = 4, tp: int = 1, **config: Any) -> Any:
-        settings = autoep(stage, 2, **config)
+    def build(self, seed: int, stage: int, experts: int = 4, tp: int = 1, ep: int = 2, **config: Any) -> Any:
+        settings = autoep(stage, ep, **config)
         if tp > 1:
             settings["tensor_parallel"] = {"autotp_size": tp, "preset_model": "mixtral"}
             settings["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH * tp // dist.get_world_size()
@@ -548,6 +552,18 @@ class AutoEp(Experts):
 
     def names(self, engine: Any) -> dict[str, nn.Parameter]:
         return Way.names(self, engine)
+
+    def apart(self, engine: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return each expert of this rank's stacks by its number."""
+        found = {}
+        for name, value in values.items():
+            if ".experts." not in name:
+                found[name] = value
+                continue
+            ranks = engine.module.config.num_local_experts // len(value)
+            first = dist.get_rank() % ranks * len(value)
+            found |= {f"{name} {first + number}": expert for number, expert in enumerate(value)}
+        return found
 
 
 class ExpertsBeside(Experts):

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads with other settings than those of the save: what goes on as saved, what is converted, and what the log says."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.muon import MuonWithAuxAdam, import_state
+from helpers.distributed import run
+from helpers.engine_state import kept_dtypes, local_states, named_states
+from helpers.logs import logged
+from helpers.models import MODELS, TinyGpt, train_engine
+from helpers.training import BF16_OPTIMIZER, MOMENTA, ds_config, fresh_engine, make_engine, with_params
+from helpers.universal import convert
+
+WHOLE, SPLIT, HEADS, NORMUON = (
+    {"muon_fused": "whole"},
+    {"muon_fused": "split"},
+    {"per_head_muon": True},
+    {"normuon": True},
+)
+OTHER = "2 parameters (first: blocks.0.qkv.weight) are split into other matrices than in the run that saved"
+RATES = {"lr": 0.01, "adam_lr": 0.002, "weight_decay": 0.2, "momentum": 0.8}
+KEPT = ["0.02 instead of 0.01", "0.001 instead of 0.002", "momentum = 0.9 from the checkpoint"]
+KEPT += ["weight_decay = 0.1 from the checkpoint"]
+#: optimizer.params of the save and of the load, and what the log says of them.
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "other rates": ({}, RATES, KEPT),
+    "normuon": (NORMUON, NORMUON, []),
+    "normuon now": ({}, NORMUON, ["has no second moments for normuon; they start at zero"]),
+    "normuon no more": (NORMUON, {}, ["was saved with normuon; this run's config does not set it"]),
+    "whole": (WHOLE, WHOLE, []),
+    "split now": (WHOLE, SPLIT, [OTHER]),
+}
+
+
+def engine_with(params: dict[str, Any], **extra: Any) -> Any:
+    return make_engine(TinyGpt(), ds_config(stage=2, optimizer=with_params(**params), **extra))
+
+
+def save_with(folder: str, params: dict[str, Any]) -> None:
+    engine = engine_with(params)
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder, tag="saved")
+    engine.destroy()
+
+
+def load_with(folder: str, params: dict[str, Any], tag: str) -> str:
+    """Load and take a step; return what is logged meanwhile."""
+    engine = engine_with(params, checkpoint={"load_universal": tag == "universal"})
+    with logged() as said:
+        engine.load_checkpoint(folder, tag=tag)
+        train_engine(engine, 1)
+    engine.destroy()
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_log_says_what_a_load_keeps_and_what_differs(change: str, tmp_path: Path) -> None:
+    saved, loaded, texts = CHANGES[change]
+    run(save_with, 2, folder=str(tmp_path), params=saved)
+    tags = ["saved"]
+    if "muon_fused" in saved:
+        convert(tmp_path)
+        tags.append("universal")
+    for tag in tags:
+        said = run(load_with, 2, folder=str(tmp_path), params=loaded, tag=tag)[0]
+        for text in [text for *_, texts_of in CHANGES.values() for text in texts_of]:
+            assert (text in said) == (text in texts), (tag, text, said)
+
+
+# ---- blocks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    with logged(logging.WARNING) as said:
+        yield said
+
+
+def trained(**params: Any) -> MuonWithAuxAdam:
+    """An optimizer that saves as it does under DeepSpeed, after one step."""
+    net = TinyGpt()
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, adjust_lr_fn="original", **params)
+    optimizer.saved_form.is_convertible = True
+    net(*net.batch(0)).backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("here", [WHOLE, SPLIT, HEADS])
+@pytest.mark.parametrize("there", [WHOLE, SPLIT, HEADS])
+def test_other_blocks_than_were_saved_are_told(there: Any, here: Any, warnings: list[str]) -> None:
+    optimizer = trained(**here)
+    optimizer.load_state_dict(trained(**there).state_dict())
+    assert len(warnings) == (there != here)
+    assert all(OTHER in line and '"muon_fused": "whole"' in line for line in warnings)
+    assert all("blocks" not in group for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("here", "count"), [(WHOLE, 0), (SPLIT, 1), (HEADS, 0)])
+def test_a_version_that_saved_no_blocks_and_no_betas_did_not_split(here: Any, count: int, warnings: list[str]) -> None:
+    """By a version that cut heads and sizes only; which, it did not say."""
+    saved = trained(**here).state_dict()
+    for group in saved["param_groups"]:
+        group.pop("blocks", None)
+        if group["use_muon"]:
+            del group["betas"]
+    optimizer = trained(**here)
+    optimizer.load_state_dict(saved)
+    assert len(warnings) == count and all(group["betas"] for group in optimizer.param_groups)
+
+
+def test_the_momentum_of_another_muon_goes_on_cut(warnings: list[str]) -> None:
+    optimizer = trained()
+    shapes = {spec.name: spec.shape for spec in optimizer.specs.values() if spec.use_muon}
+    state = {index: {"momentum_buffer": torch.zeros(shape)} for index, shape in enumerate(shapes.values())}
+    groups = [{"params": list(state), "momentum": 0.95}]
+    engine = SimpleNamespace(basic_optimizer=optimizer, optimizer=optimizer, global_rank=0)
+    import_state(engine, {"state": state, "param_groups": groups}, "ema", list(shapes))
+    (line,) = warnings
+    assert "2 fused parameters (first: blocks.0.qkv.weight) are now updated as several matrices" in line
+
+
+# ---- NorMuon's second moments -----------------------------------------------------------------------------------
+
+
+def state_dict_of_a_rank(model: str, matrices: int) -> str:
+    """The error of a state dict of one rank of several."""
+    engine = make_engine(MODELS[model](), ds_config(stage=2, optimizer=with_params(normuon=True)))
+    train_engine(engine, 1)
+    optimizer = engine.basic_optimizer
+    with optimizer.whole_state():
+        assert len(optimizer.state_dict()["param_groups"][0]["second_moments"]) == matrices
+    with pytest.raises(RuntimeError) as error:
+        optimizer.state_dict()
+    engine.destroy()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("world", "model", "matrices"), [(2, "mlp", 5), (3, "few", 2)])
+def test_a_part_of_the_state_is_no_state_dict(world: int, model: str, matrices: int) -> None:
+    """Also on a rank that owns no matrix."""
+    texts = run(state_dict_of_a_rank, world, model=model, matrices=matrices)
+    assert all("second moments of" in text for text in texts)
+
+
+# ---- another dtype of the momentum ------------------------------------------------------------------------------
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+CASTS = [("fp32", "bf16"), ("int8", "fp32"), ("bf16", "fp32"), ("fp32", "int8"), ("bf16", "int8"), ("int8", "bf16")]
+CAST: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2, "dtype": "bf16"}, {"stage": 3}, BF16_OPTIMIZER]
+CAST += [{"stage": stage, "offload": True} for stage in (2, 3)]
+
+
+def save_and_load_each(saved: str, loaded: str, folder: str) -> list[tuple[dict, dict, list[str], set[torch.dtype]]]:
+    """By case: states at a save and after a load, the warnings, and the dtypes of the momenta after a further step."""
+    results = []
+    for index, case in enumerate(CAST):
+        engine = fresh_engine(0, case, optimizer=MOMENTA[saved])
+        train_engine(engine, 2)
+        engine.save_checkpoint(f"{folder}/{index}")
+        before = named_states(engine)
+        engine.destroy()
+        engine = fresh_engine(7, case, optimizer=MOMENTA[loaded])
+        with logged() as said:
+            engine.load_checkpoint(f"{folder}/{index}")
+        after = named_states(engine)
+        train_engine(engine, 1, first_step=2)
+        said = [text for text in said if "momentum" in text]
+        results.append((before, after, said, kept_dtypes(local_states(engine))))
+        engine.destroy()
+    return results
+
+
+def is_cast(value: Tensor, dtype: str, found: Tensor) -> bool:
+    """Whether a momentum is what it was before, rounded to nearest."""
+    if dtype == "int8":
+        return bool(((found - value).abs() <= 0.501 / 127 * value.abs().max()).all()) and not found.equal(value)
+    return found.equal(value.to(DTYPES[dtype]).float())
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("saved", "loaded"), CASTS)
+def test_another_dtype_casts_once(saved: str, loaded: str, tmp_path: Path) -> None:
+    """Exact to fp32, to nearest to bf16 and int8; AdamW's moments stay as they are."""
+    kinds = [str(DTYPES[dtype]).removeprefix("torch.") for dtype in (saved, loaded)]
+    for results in run(save_and_load_each, 2, saved=saved, loaded=loaded, folder=str(tmp_path)):
+        for case, (before, after, said, kept) in zip(CAST, results, strict=True):
+            for name, value in before.items():
+                assert is_cast(value, loaded if name.endswith("momentum_buffer") else "fp32", after[name]), (case, name)
+            assert [" is {}; converted to {},".format(*kinds) in text for text in said] == [True], case
+            assert kept == {DTYPES[loaded]}, case
