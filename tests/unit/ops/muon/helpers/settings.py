@@ -644,7 +644,7 @@ SETTINGS: dict[str, Setting] = {
     "NVMe, momentum in memory": Setting(
         ways.Nvme(),
         [{"stays": True, "keys": {"momentum_dtype": dtype}} for dtype in ("int8", "bf16")],
-        bounds=(0.25, 0.08),
+        without=dict.fromkeys(("oracle", "frozen"), "test_nvme.py compares it with training in memory"),
     ),
     "NVMe, dynamic loss scale": Setting(
         ways.Nvme(),
