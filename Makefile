@@ -26,7 +26,7 @@ venv: $(VENV)/.ready
 
 # Trains a small GPT with AdamW and with Muon and compares the losses.
 demo: venv
-	$(BIN)/python examples/pretrain_gpt/compare.py
+	$(BIN)/python examples/pretrain_gpt/compare.py --out build/demo
 
 # Every test, but of long matrices a sample of their cases.
 test: venv

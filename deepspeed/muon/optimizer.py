@@ -79,8 +79,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     qk_clip: QKClip | None = None
     _binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
-    #: The loaded :class:`Choice` about which the last warning was logged.
-    _warned_choice: Choice | None = None
+    #: The loaded :class:`Choice` that was logged last.
+    _logged_choice: Choice | None = None
     _is_built = False
     _phase: Phase = nullcontext
     _stats: StepStats | None = None
@@ -222,10 +222,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._binding is None:
             return
         self.bind(*self._binding)
-        if self.context.is_logging and self._steps and self.choice != self._warned_choice:
-            self._warned_choice = self.choice
+        if self.context.is_logging and self._steps and self.choice != self._logged_choice:
+            self._logged_choice = self.choice
             _, tuning, device = self._binding
-            tuning.warn_of_saved_choice(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
+            tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict`` has NorMuon's state of all matrices. All ranks must enter it."""

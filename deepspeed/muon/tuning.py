@@ -64,10 +64,13 @@ class Tuning:
         ours, theirs = (seconds(self.rates, choice, shapes, schedule) for choice in (self.choice, other))
         return theirs / ours if ours and theirs else None
 
-    def warn_of_saved_choice(
+    def log_saved_choice(
         self, saved: Choice, shapes: Mapping[Shape, int], schedule: Schedule, tables: Collection[str]
     ) -> None:
-        """Warn if ``saved``, a checkpoint's choice, needs kernels that are not in ``tables``, or is slow here."""
+        """Log ``saved``, a checkpoint's choice, if it replaces another choice of this run.
+
+        Warn instead if ``saved`` needs kernels that are not in ``tables``, or if another choice is much faster here.
+        """
         speedup = self.speedup_over(saved, shapes, schedule)
         if absent := sorted(saved.tables - set(tables)):
             logger.warning(
@@ -85,16 +88,19 @@ class Tuning:
                 speedup,
                 "" if other == saved.dtype else f'; to use it, set "ns_dtype": "{other}" in optimizer.params',
             )
+        elif saved != self.choice:
+            logger.info("deepspeed-muon: Newton-Schulz continues in %s", self.log_text(saved))
 
     def log_text(self, choice: Choice) -> str:
         """Return a line for the log: ``choice``, and why it was made."""
         recipes = [str(recipe) for recipe in choice.recipes.values()]
         how = ", ".join(f"{recipes.count(one)} of {len(recipes)} shapes by {one}" for one in dict.fromkeys(recipes))
-        reason = (
-            f"the fastest of those timed at start; {keep_dtype_hint(choice.dtype)}"
-            if self.rates
-            else "chosen by the number of operations, without timing"
-        )
+        if choice != self.choice:
+            reason = "as in the run that saved the checkpoint"
+        elif self.rates:
+            reason = f"the fastest of those timed at start; {keep_dtype_hint(choice.dtype)}"
+        else:
+            reason = "chosen by the number of operations, without timing"
         return f"{choice.dtype}, {how} ({reason})"
 
 

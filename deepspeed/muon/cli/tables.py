@@ -29,8 +29,8 @@ def rows_of(
     Returns:
         Dicts with ``name``; ``count`` of parameters; ``shape``; ``rule``, Muon or AdamW; ``reason``; ``blocks``, the
         matrices in one parameter; their ``scales`` and ``methods``; ``cost``, the share of the model's Newton-Schulz
-        operations; ``owners``, the ranks that orthogonalize them (all, if each rank does everything; none for AdamW);
-        and ``owners_of_one``, the largest number of owners of one matrix.
+        operations; ``owners``, the ranks that orthogonalize them (none for AdamW); ``owners_of_one``, the largest
+        number of owners of one matrix; and ``on_each``, whether each rank orthogonalizes all of them itself.
     """
     owners: dict[str, set[int]] = {}
     of_one: dict[str, int] = {}
@@ -66,6 +66,7 @@ def rows_of(
                 "methods": list(dict.fromkeys(methods)),
                 "cost": len(specs) * sum(flops(b.rows, b.cols, schedule, method, dtype) for b, method in pairs),
                 "owners": list(range(world_size)) if half.use_muon and each_does_all else sorted(some),
+                "on_each": half.use_muon and each_does_all,
                 "owners_of_one": max(of_one.get(each.name, 0) for each in specs),
             }
         )
@@ -94,7 +95,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
+def _parameter_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         (
             row["name"] + (f" x{row['count']:,}" if row["count"] > 1 else ""),
@@ -104,7 +105,7 @@ def _parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
             ", ".join(f"{scale:.3g}" for scale in row["scales"]) or "-",
             ", ".join(row["methods"]) or "-",
             f"{row['cost']:.1%}" if row["methods"] else "-",
-            _who(row["owners"], world_size) + (f", {row['owners_of_one']} each" if row["owners_of_one"] > 1 else ""),
+            _who(row) + (f", {row['owners_of_one']} each" if row["owners_of_one"] > 1 else ""),
             row["reason"],
         )
         for row in rows
@@ -112,11 +113,12 @@ def _parameter_table(rows: Sequence[dict[str, Any]], world_size: int) -> str:
     return aligned([TITLES, *lines])
 
 
-def _who(owners: Sequence[int], world_size: int) -> str:
+def _who(row: dict[str, Any]) -> str:
+    if row["on_each"]:
+        return "each rank"
+    owners = row["owners"]
     if not owners:
         return "-"
-    if len(owners) == world_size > 1:
-        return "all"
     return ", ".join(map(str, owners)) if len(owners) <= FEW_OWNERS else f"{len(owners):,} ranks"
 
 
@@ -152,7 +154,7 @@ def plan_text(facts: dict[str, Any]) -> str:
         *([("beyond plain Muon", ", ".join(facts["beyond_muon"]))] if facts["beyond_muon"] else ()),
     ]
     head = f"{facts['model']}, stage {facts['stage']}, {facts['world_size']:,} ranks, adjust_lr_fn {facts['scale']}"
-    table = _parameter_table(facts["parameters"], facts["world_size"])
+    table = _parameter_table(facts["parameters"])
     notes = [f"  {note}" for note in (*facts["assumptions"], *facts["notes"])]
     return "\n".join([head, "", table, "", aligned(lines), "", "assumptions", *notes])
 
@@ -197,7 +199,9 @@ def _sent(facts: dict[str, Any]) -> str:
     ranks = facts["per_rank"]
     sent = ranks["sent_bytes"]
     if not sent["max"]:
-        return "nothing: every rank holds every matrix and orthogonalizes it itself"
+        if facts["stage"] == 0:
+            return "nothing: every rank holds every matrix and orthogonalizes it itself"
+        return "nothing: every matrix lies whole in the shard of one rank, which orthogonalizes it"
     mean = f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}"
     if facts["stage"] == 0:
         return f"{mean}; {ranks['collectives']:,} broadcasts of shared results"

@@ -108,7 +108,7 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
         f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}",
         *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
         *([f"up to {max(shared)} ranks together orthogonalize each of {len(shared)} matrices"] if shared else ()),
-        f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
+        f"elementwise kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         f"Newton-Schulz on {exchange.device.type} in {tuning.log_text(optimizer.choice)}"
         + (f", ns_method {', '.join(methods)} in groups that set it" if methods else ""),
     )

@@ -100,7 +100,7 @@ KEYS = {
     "scratch_bytes",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }
-ROW_KEYS = "name count shape rule reason blocks scales methods cost owners owners_of_one"
+ROW_KEYS = "name count shape rule reason blocks scales methods cost owners on_each owners_of_one"
 
 
 def test_json_is_one_object_with_stable_keys(plan: Command) -> None:
@@ -130,7 +130,10 @@ def test_flags_win_over_the_config(plan: Command) -> None:
     facts = plan("--json", "--stage", "0").facts
     assert facts["stage"] == 0
     assert all(row["owners"] == [0, 1, 2, 3] for row in facts["parameters"] if row["rule"] == "Muon")
-    assert "nothing: every rank holds every matrix and" in plan("--stage", "0").out
+    text = plan("--stage", "0").out
+    assert "nothing: every rank holds every matrix and" in text and text.count("  each rank  ") == 2
+    text = plan("--world-size", "1").out
+    assert "nothing: every matrix lies whole in the shard of one rank" in text and "each rank" not in text
 
 
 def test_measured_milliseconds(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
