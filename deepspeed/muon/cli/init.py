@@ -15,8 +15,14 @@ from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
 from deepspeed.muon.zero.patches import is_muon
-from deepspeed.muon.zero.read_config import find_ds_config, is_accelerates, is_optimizer, parse_file, read_settings
-from deepspeed.muon.zero.scheduler_section import Schedule, about_momentum, read_schedule
+from deepspeed.muon.zero.read_config import (
+    find_ds_config,
+    is_accelerate_config,
+    is_optimizer,
+    parse_file,
+    read_settings,
+)
+from deepspeed.muon.zero.scheduler_section import Schedule, momentum_note, read_schedule
 
 #: Values of ``optimizer.type`` that mean AdamW, in lower case: DeepSpeed's types, and the names of its classes.
 ADAMW = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
@@ -66,7 +72,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
         MuonConfigError, UnsupportedError: Muon does not support a setting; the message says what to change.
     """
     whole, decisions, pointing = parse_file(path), list[Decision](), None
-    if is_accelerates(whole):
+    if is_accelerate_config(whole):
         section, pointing = ds_config_of(path, whole), with_ds_config_file(whole, out)
         why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
         decisions.append(Decision("deepspeed_config", "fields moved here", why))
@@ -81,7 +87,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     else:
         params, changes = _params_from_adamw(path, config, optimizer, schedule)
     config["optimizer"] = {"type": "Muon", "params": params}
-    if momentum := about_momentum(schedule):
+    if momentum := momentum_note(schedule):
         what = "kept" if schedule.is_asked else "on by default"
         changes.append(Decision("scheduler.params.cycle_momentum", what, momentum.partition(" ")[2]))
     read_settings(path, config, world_size=1)  # raises what the engine would raise

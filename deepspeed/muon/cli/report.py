@@ -23,7 +23,7 @@ from deepspeed.muon.tuning import keep_dtype_hint, measure_rates
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.patches import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
-from deepspeed.muon.zero.trial import survey
+from deepspeed.muon.zero.trial import run_trial
 
 #: The entry point that activates the package at ``import torch``.
 ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
@@ -104,7 +104,7 @@ def _first_line(*command: str) -> str | None:
 
 
 def of_launch() -> dict[str, Any] | None:
-    """Compare the ranks of a launch, and train a small model on them (:func:`survey`); a collective.
+    """Compare the ranks of a launch, and train a small model on them (:func:`run_trial`); a collective.
 
     Returns:
         On rank 0 the facts of its :func:`environment`, with the findings about all ranks as ``launch``; on other ranks
@@ -112,7 +112,7 @@ def of_launch() -> dict[str, Any] | None:
     """
     device = accelerator()
     own = {**_versions(), "host": platform.node(), "device": device["name"], "backend": device["backend"]}
-    found = survey(own)
+    found = run_trial(own)
     if found is None:
         return None
     ranks, trial, fault, facts = found["ranks"], found["trial"], found["fault"], environment()

@@ -41,21 +41,26 @@ COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
 
 
 def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
-    """Compare version, config and routing of all ranks, and return what they agree on; a collective.
+    """Compare the version, config and parameter routing of all ranks, and return what they agree on; a collective.
 
-    Also called before the engine wraps the optimizer, because ZeRO's constructor calls collectives in the order of the
-    routing. A *stage* is a share of the model, see :func:`matrix_share`.
+    Routing is the choice, for each parameter, between Muon and AdamW. The function runs twice: in :func:`bind_engine`,
+    and before ZeRO wraps the optimizer, because ZeRO's constructor calls collectives in the order of the routing.
+    A *stage* below is the part of the model that :func:`matrix_share` numbers.
 
     Returns:
-        ``bf16``: all ranks' devices compute with bf16. ``races``: all ranks permit choosing kernels by timing.
-        ``shapes``: a list [rows, columns, count] for each shape, with the largest count of any stage. ``ns_methods``:
-        of all stages. ``groups``: the largest number of parameter groups in a stage. ``matrices``: their number in the
-        whole model. ``firsts``: the first rank of each stage. ``ranks_per_node``: how many consecutive ranks share a
-        host. ``monitor``: DeepSpeed's monitor is enabled on rank 0.
+        - ``bf16``: whether the devices of all ranks compute with bf16.
+        - ``races``: whether all ranks permit timing kernels to choose between them.
+        - ``shapes``: ``[rows, columns, count]`` for each shape of a matrix. ``count`` is the largest of any stage.
+        - ``ns_methods``: the values of ``ns_method`` that any parameter group uses.
+        - ``groups``: the largest number of parameter groups in a stage.
+        - ``matrices``: the number of Muon's matrices in the whole model.
+        - ``firsts``: the first rank of each stage.
+        - ``ranks_per_node``: how many consecutive ranks share a host.
+        - ``monitor``: whether DeepSpeed's monitor is enabled on rank 0.
 
     Raises:
         DisagreementError: the ranks differ, or some do not respond.
-        MuonConfigError: an option of the config has no effect in any pipeline stage.
+        MuonConfigError: an option of the config has no effect in any stage.
     """
     agreed = agree(lambda: _facts(engine, optimizer), _judge_settings)
     if agreed["unused_options"]:
@@ -64,10 +69,13 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def bind_engine(engine: Any) -> None:
-    """Bind an engine's optimizer to ZeRO's layout, after DeepSpeed has wrapped the optimizer; a collective.
+    """Bind the optimizer to its engine, once DeepSpeed has wrapped the optimizer; a collective.
 
-    Raises UnsupportedError for a layout that is not supported, DisagreementError if the ranks differ in version, config
-    or plan.
+    Binding reads how ZeRO shards the parameters, plans which rank orthogonalizes which matrix, and creates the state.
+
+    Raises:
+        UnsupportedError: deepspeed-muon does not support the engine's wrapper, tensor parallelism or attention.
+        DisagreementError: the ranks differ in version, config or plan, or some do not respond.
     """
     optimizer = engine.basic_optimizer
     slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
@@ -117,17 +125,17 @@ def bind_engine(engine: Any) -> None:
 
 
 def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
-    """Choose dtype, method and kernels of Newton-Schulz, equal on all ranks; a collective.
+    """Choose the dtype, method and kernels of Newton-Schulz, the same on all ranks; a collective.
 
-    If timing decides, all ranks measure at the same time, because they also step at the same time.
+    If the choice is made by timing, all ranks measure at the same time, because they also step at the same time.
 
     Args:
-        agreed: the result of :func:`agree_on_settings`, equal on all ranks.
+        agreed: the result of :func:`agree_on_settings`.
         device: where Newton-Schulz runs.
         world_size: number of ranks that share the matrices.
 
     Raises:
-        DisagreementError: the measurement failed on some rank; raised on all ranks.
+        DisagreementError: the measurement failed on some rank. All ranks raise this.
     """
     shapes = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
     methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
@@ -141,9 +149,12 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
 
 
 def compare_plans(engine: Any) -> None:
-    """Compile kernels, compare choices and plans of all ranks, make the process groups that a plan needs; a collective.
+    """Compile the kernels, compare the ranks' plans, and make the process groups that the plans need; a collective.
 
-    Called after every binding. Raises DisagreementError if ranks that hold the same parameters differ.
+    A plan says which ranks orthogonalize which matrix. Call this after every ``optimizer.bind``.
+
+    Raises:
+        DisagreementError: ranks that hold the same parameters have different plans or choices for Newton-Schulz.
     """
     optimizer = engine.basic_optimizer
     pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
@@ -190,9 +201,12 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:
-    """Return the result of :func:`agree_on_settings`, or an ``error``, from the facts of all ranks.
+    """Return what :func:`agree_on_settings` returns, or ``{"error": text}`` if the ranks differ.
 
-    Version and config must be equal on all ranks, routing and parameters on the ranks of one stage.
+    Version and config must be equal on all ranks. Routing and parameters must be equal on the ranks of one stage.
+
+    Args:
+        facts: for each rank, the result of ``_facts``.
     """
     of_all = {
         "version": "the deepspeed-muon version",
@@ -232,9 +246,12 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
 
 def _judge_kernels(facts: list[Facts]) -> Facts:
-    """For each device type, return why some rank cannot use its fast kernels; ``None`` if all ranks can use them.
+    """Return {device type: why no rank uses its fast kernels}, such as ``{"cpu": "rank 1: there is no C++ compiler"}``.
 
-    If one rank cannot, no rank uses them.
+    The reason is ``None`` if every rank can use them. One rank that cannot is enough to disable them on all ranks.
+
+    Args:
+        facts: for each rank, {device type: why this rank cannot use the fast kernels, or ``None``}.
     """
     unavailable: Facts = {}
     for rank, stated in enumerate(facts):

@@ -34,31 +34,34 @@ _open_comparison = 0
 
 
 def agree(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
-    """Compute ``reduce`` of all ranks' facts on rank 0, and return the result on every rank; a collective.
+    """Gather the facts of all ranks on rank 0, and return ``reduce(facts)`` on every rank; a collective.
 
-    It sends O(ranks) messages through the rendezvous store.
+    The messages go through torch's rendezvous store, not through a process group.
 
     Args:
-        local_facts: returns this rank's facts, as JSON values. It may take long, and may raise.
-        reduce: called on rank 0 with a list of every rank's facts. All ranks raise an ``error`` in its result.
+        local_facts: returns this rank's facts, a dict of JSON values. The call may take minutes, and may raise.
+        reduce: called on rank 0 only, with a list of every rank's facts. If the dict it returns has the key ``error``,
+            all ranks raise DisagreementError with that text.
 
     Raises:
-        DisagreementError: ``reduce`` found an error, ``local_facts`` raised on some rank, or a rank did not respond for
-            ``DS_MUON_BIND_TIMEOUT`` seconds (120 by default).
+        DisagreementError: ``reduce`` returned an error, ``local_facts`` raised on some rank, or a rank did not respond
+            for ``DS_MUON_BIND_TIMEOUT`` seconds (120 by default).
     """
     is_single = not torch.distributed.is_initialized()
-    result = reduce([local_facts()]) if is_single else _through_the_store(local_facts, reduce)
+    result = reduce([local_facts()]) if is_single else _agree_through_store(local_facts, reduce)
     if "error" in result:
         raise DisagreementError(result["error"])
     return result
 
 
-def _through_the_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
-    """Send two messages per rank: an immediate sign of life, then the facts, which may take minutes.
+def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
+    """Run :func:`agree` on several ranks, and return the result of ``reduce``.
 
-    After a failure, one rank may build its optimizer again while the others wait in a later comparison or have stopped
-    waiting. So each rank also sends the name of its ``reduce`` function, which tells comparisons apart, and skips
-    comparisons that ended without it.
+    Each rank first sends an immediate sign of life, then its facts, which may take minutes to compute.
+
+    After a failure, one rank may build its optimizer again while the other ranks are in a later call. So each rank also
+    sends the name of its ``reduce`` function, by which rank 0 notices ranks in different calls. A rank skips calls that
+    the others have ended without it.
     """
     global _open_comparison
     seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
@@ -76,22 +79,25 @@ def _through_the_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fact
         stated["raised"] = with_type(error)
     store.set(str(rank), json.dumps(stated))
     if rank == 0:
-        store.set("verdict", json.dumps(_reduced(store, range(world_size), seconds, reduce)))
-    elif _missing(store, ["here/0"], 2 * seconds):
+        store.set("verdict", json.dumps(_reduce_on_rank_0(store, range(world_size), seconds, reduce)))
+    elif _unset_keys(store, ["here/0"], 2 * seconds):
         for key in (f"here/{rank}", str(rank)):
             store.delete_key(key)  # rank 0 may come later, and must not read outdated facts
         raise DisagreementError(_silence([0]))
-    elif _missing(store, ["verdict"], 2 * seconds + MAX_PREPARATION_SECONDS):
+    elif _unset_keys(store, ["verdict"], 2 * seconds + MAX_PREPARATION_SECONDS):
         raise DisagreementError(f"rank 0 sent no result within {MAX_PREPARATION_SECONDS:.0f} s; look at its log")
     _open_comparison += 1
     return json.loads(store.get("verdict"))
 
 
-def _reduced(store: torch.distributed.Store, ranks: range, seconds: float, reduce: Reduce) -> Facts:
-    """Wait on rank 0 for the facts of all ranks, and return ``reduce(facts)`` or an ``error``."""
-    if silent := _missing(store, [f"here/{rank}" for rank in ranks], seconds):
+def _reduce_on_rank_0(store: torch.distributed.Store, ranks: range, seconds: float, reduce: Reduce) -> Facts:
+    """Wait for the facts of all ranks, and return ``reduce(facts)``, or ``{"error": text}`` if that fails; rank 0 only.
+
+    ``seconds``: how long to wait for each rank's first sign of life.
+    """
+    if silent := _unset_keys(store, [f"here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
-    if slow := _missing(store, [str(rank) for rank in ranks], MAX_PREPARATION_SECONDS):
+    if slow := _unset_keys(store, [str(rank) for rank in ranks], MAX_PREPARATION_SECONDS):
         return {"error": f"ranks {slow} did not get ready within {MAX_PREPARATION_SECONDS:.0f} s; look at their logs"}
     stated = [json.loads(store.get(str(rank))) for rank in ranks]
     if raised := [f"rank {rank}: {one['raised']}" for rank, one in enumerate(stated) if "raised" in one]:
@@ -107,8 +113,8 @@ def _reduced(store: torch.distributed.Store, ranks: range, seconds: float, reduc
         return {"error": f"rank 0 cannot compare the ranks: {with_type(error)}"}
 
 
-def _missing(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
-    """Return the indices of the keys that no rank sets within ``seconds``."""
+def _unset_keys(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
+    """Return the indices in ``keys`` of the store's keys that no rank sets within ``seconds``."""
     deadline = time.monotonic() + seconds
     missing = []
     for index, key in enumerate(keys):
@@ -128,13 +134,14 @@ def _silence(ranks: list[int]) -> str:
 
 
 def differences(facts: list[Facts], titles: dict[str, str], within: str = "") -> Facts:
-    """Return ``{"error": text}``, which names the ranks whose facts differ from the first rank's; ``{}`` if none do.
+    """Compare the ranks' facts, and return ``{"error": text}``, which names differing ranks; ``{}`` if none differ.
 
     Args:
-        facts: those of each rank, in the order of ranks.
-        titles: key of a fact to compare -> its name in the message, which then shows the values; or, for values that
-            say nothing to a user, the whole message with ``{ranks}`` and ``{first}``.
-        within: key of a fact; only ranks with the same value of this fact are compared with each other.
+        facts: one dict for each rank, in the order of ranks.
+        titles: {key of a fact to compare: text for the error}. A text that contains ``{ranks}`` and ``{first}`` is the
+            whole error. Any other text is the fact's name, to which the ranks' values are added.
+        within: key of a fact. Ranks are compared only with ranks that have the same value of this fact. By default all
+            ranks are compared.
     """
     teams = ranks_by_value(stated.get(within) for stated in facts).values()
     for key, title in titles.items():
@@ -150,11 +157,13 @@ def differences(facts: list[Facts], titles: dict[str, str], within: str = "") ->
 
 
 def raise_on_all_ranks(act: Callable[[], Result], explain: Callable[[str], Exception]) -> Result:
-    """Call ``act`` and return its result; if it raises on any rank, raise on all ranks. A collective.
+    """Call ``act`` on this rank and return its result; if ``act`` raises on any rank, raise on all ranks. A collective.
+
+    Use it for work that may fail on one rank, so that the other ranks do not wait forever in their next collective.
 
     Args:
-        act: work of this rank only. It contains no collective, and may raise anything.
-        explain: makes the exception that all ranks raise, from a text such as ``rank 1: disk full``.
+        act: work without collectives.
+        explain: makes the exception to raise from a text such as ``rank 1: disk full``.
     """
     result, error, text = None, None, None
     try:
@@ -165,19 +174,19 @@ def raise_on_all_ranks(act: Callable[[], Result], explain: Callable[[str], Excep
         error, text = raised, str(raised) if is_ours or isinstance(raised, OSError) else with_type(raised)
     texts = gathered(text)
     if any(text is not None for text in texts):
-        raise explain(_by_text(texts)) from error
+        raise explain(_join_messages(texts)) from error
     return result  # type: ignore[return-value]
 
 
 def with_type(error: BaseException) -> str:
-    """Return an error as text: ``KeyError: 'lr'``."""
+    """Return an exception as text with its type, such as ``KeyError: 'lr'``."""
     return f"{type(error).__name__}: {error}"
 
 
-def _by_text(texts: list[str | None]) -> str:
-    """Return the messages of all ranks as one text: each message once, after the ranks that raised it.
+def _join_messages(texts: list[str | None]) -> str:
+    """Return the error messages of all ranks as one text, such as ``rank 0: disk full; ranks 1, 2: no such file``.
 
-    The ranks are left out if all raised the same. ``texts``: one per rank, ``None`` for a rank without a message.
+    If all ranks have the same message, return it without the ranks. ``texts``: for each rank its message, or ``None``.
     """
     if len(set(texts)) == 1:
         return str(texts[0])

@@ -43,7 +43,7 @@ MAX_PLACES = 3
 
 
 class _RecordingDict(UserDict, dict):  # type: ignore[misc]
-    """A section of a ds_config that records in ``asked`` the keys that are looked up; DeepSpeed accepts only a dict."""
+    """A dict that records in the set ``asked`` which keys are looked up. It stands in for a ds_config."""
 
     def __init__(self, section: dict[str, Any]) -> None:
         self.asked: set[str] = set()
@@ -60,7 +60,7 @@ class _RecordingDict(UserDict, dict):  # type: ignore[misc]
 
 @functools.cache
 def _empty_config() -> tuple[Any, frozenset[str]]:
-    """Return a ``DeepSpeedConfig`` built from a nearly empty ds_config, and all top-level keys that DeepSpeed reads."""
+    """Return (a ``DeepSpeedConfig`` made from a nearly empty ds_config, the top-level keys that DeepSpeed reads)."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     section = _RecordingDict({"train_micro_batch_size_per_gpu": 1})
@@ -68,12 +68,15 @@ def _empty_config() -> tuple[Any, frozenset[str]]:
 
 
 def known_keys() -> frozenset[str]:
-    """Return the top-level keys that DeepSpeed looks up while it reads a config."""
+    """Return the top-level keys of a ds_config that the installed DeepSpeed reads."""
     return _empty_config()[1]
 
 
 def warn_of_unknown(keys: Iterable[str]) -> None:
-    """Log each key that DeepSpeed does not read, with the section where it belongs or the key that may be meant."""
+    """Log a warning for each of the ds_config's top-level ``keys`` that DeepSpeed does not read.
+
+    The warning names the section to which the key belongs, or a known key with a similar name.
+    """
     for key in [key for key in keys if key not in known_keys()]:
         advice = did_you_mean(key, sorted(known_keys()), "it has no effect")
         if place := place_of(key):
@@ -85,7 +88,10 @@ def warn_of_unknown(keys: Iterable[str]) -> None:
 
 @functools.cache
 def _sections() -> dict[str, dict[str, Any]]:
-    """Return dotted path of a section -> key -> type annotation, for all sections that DeepSpeed reads with a class."""
+    """Return {dotted path of a section: {key: type annotation}}, for each section that DeepSpeed parses with pydantic.
+
+    For example, ``"zero_optimization.offload_optimizer"`` -> ``{"device": OffloadDeviceEnum, ...}``.
+    """
     from deepspeed.comm.config import CommsLoggerConfig
 
     found: dict[str, dict[str, Any]] = {}
@@ -109,13 +115,16 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def keys_of(path: str) -> Iterable[str]:
-    """Return the keys that the section at a dotted path can have; empty if DeepSpeed has no class for it."""
+    """Return the keys that DeepSpeed accepts in the section at a dotted ``path``, such as ``zero_optimization``.
+
+    Return an empty tuple if DeepSpeed does not check this section's keys.
+    """
     return _sections().get(path, ())
 
 
 @functools.cache
 def _places_by_key() -> dict[str, list[str]]:
-    """Return for each key the places to which it belongs, in words such as ``in zero_optimization``."""
+    """Return {key: phrases for the places where it may stand}, such as ``{"stage": ["in zero_optimization"]}``."""
     from deepspeed.runtime import lr_schedules
 
     schedules = [inspect.signature(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES]
@@ -132,13 +141,19 @@ def _places_by_key() -> dict[str, list[str]]:
 
 
 def place_of(key: str) -> str | None:
-    """Return where a key belongs, such as ``in fp16 or in bf16``; ``None`` if no section has this key, or too many."""
+    """Return where a key belongs in a ds_config, such as ``"in fp16 or in bf16"``.
+
+    Return ``None`` if no section has this key, or more than :data:`MAX_PLACES` have it.
+    """
     places = _places_by_key().get(key, [])
     return " or ".join(places) if len(places) <= MAX_PLACES else None
 
 
 def not_objects(section: Mapping[str, Any]) -> list[str]:
-    """Return a message for each section of a ds_config that is not an object; DeepSpeed fails on those unhelpfully."""
+    """Return an error message for each section of a ds_config whose value should be an object but is not.
+
+    Use it to explain a TypeError or AttributeError that DeepSpeed raises for such a section.
+    """
     examples = {"zero_optimization": '{"stage": 2}', "scheduler": '{"type": ..., "params": ...}'}
     wrong = [key for key in OBJECTS.split() if key in section and not isinstance(section[key], Mapping)]
     text = "{}: got {!r}; expected an object, such as {}"

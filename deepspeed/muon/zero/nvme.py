@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states and parameters on NVMe, stage 3: what DeepSpeed's swapper needs, checked before it allocates.
 
-A sub-group whose partition has at least :func:`threshold` bytes lives in one file per tensor. For its step DeepSpeed
-reads the files into pinned buffers, which become the storage of weights and states, and writes them back afterwards.
+A sub-group whose partition has at least :func:`swap_threshold` bytes lives in one file per tensor. For its step
+DeepSpeed reads the files into pinned buffers, which become the storage of weights and states, and writes them back.
 Between steps these tensors are empty; they must stay the same objects, because DeepSpeed has registered them.
 """
 
@@ -31,22 +31,23 @@ MIN_SWAPPED_BYTES = 2**20
 CAP_IPC_LOCK_BIT = 14
 
 
-def threshold(config: Any) -> int:
-    """Return the smallest size in bytes of a tensor that DeepSpeed swaps."""
+def swap_threshold(config: Any) -> int:
+    """Return the size in bytes of the smallest tensor that DeepSpeed swaps to NVMe. Smaller tensors stay in memory."""
     return max(MIN_SWAPPED_BYTES, int(config.aio_config["block_size"]))
 
 
 def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Refuse settings of NVMe, before ZeRO allocates, that would fail later with an unhelpful message.
+    """Check the settings for offload to NVMe before ZeRO allocates memory; do nothing without such offload.
 
-    Raises UnsupportedError that lists all problems: too few or too small buffers, an unusable folder, a missing
-    library, a limit of locked memory that is too low.
+    Raises:
+        UnsupportedError: lists all problems: too few or too small buffers, a folder that cannot be written, a missing
+            library, a limit of locked memory that is too low.
     """
     config = engine._config
     asked = [name for name in ("offload_optimizer", "offload_param") if offload_device(config, name) == "nvme"]
     if not asked or engine.zero_optimization_stage() != 3:
         return
-    sizes = [(group, _sub_groups(engine, group)) for group in optimizer.param_groups]
+    sizes = [(group, _sub_group_sizes(engine, group)) for group in optimizer.param_groups]
     problems = [
         *(problem for name in asked for problem in _path_problems(name, getattr(config.zero_config, name).nvme_path)),
         *_library_problems(),
@@ -65,8 +66,11 @@ Sizes = list[tuple[dict[str, Any], list[int]]]
 """Pairs of a parameter group and the elements that one rank has in each sub-group of it."""
 
 
-def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
-    """Return how many elements a rank will hold of each sub-group into which stage 3 will divide a parameter group."""
+def _sub_group_sizes(engine: Any, group: dict[str, Any]) -> list[int]:
+    """Predict how stage 3 will divide a parameter group into sub-groups.
+
+    Return, for each sub-group, how many of its elements one rank will hold.
+    """
     limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(shard_group(engine, group))
     parts, sizes, open_size = [_elements_per_rank(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
@@ -77,8 +81,11 @@ def _sub_groups(engine: Any, group: dict[str, Any]) -> list[int]:
     return sizes + [open_size] * (open_size > 0)
 
 
-def _buffers_of(group: dict[str, Any], config: Any) -> int:
-    """Return how many buffers each sub-group of a group needs in its step: weights, gradient and swapped states."""
+def _buffers_per_sub_group(group: dict[str, Any], config: Any) -> int:
+    """Return how many of the swapper's buffers one sub-group of a parameter group occupies during its step.
+
+    One buffer each holds the weights, the gradient, and every optimizer state that is swapped.
+    """
     if not group["use_muon"]:
         return 4
     return 2 if config.zero_config.save_muon_momentum_buffer_in_memory else 3
@@ -87,12 +94,18 @@ def _buffers_of(group: dict[str, Any], config: Any) -> int:
 def buffers_needed(config: Any, sizes: Sizes) -> int:
     """Return the smallest ``offload_optimizer.buffer_count`` with which DeepSpeed's swapper can step every sub-group.
 
-    With ``pipeline_read`` or ``pipeline_write`` the next or the previous sub-group holds buffers, too. ``sizes``: see
-    :data:`Sizes`.
+    With ``pipeline_read`` the next sub-group occupies buffers too, with ``pipeline_write`` the previous one.
+
+    Args:
+        config: the engine's ``DeepSpeedConfig``.
+        sizes: (parameter group, elements that one rank has in each of its sub-groups), for each parameter group.
     """
     section = config.zero_config.offload_optimizer
     needs = [
-        _buffers_of(group, config) for group, numels in sizes for numel in numels if 4 * numel >= threshold(config)
+        _buffers_per_sub_group(group, config)
+        for group, numels in sizes
+        for numel in numels
+        if 4 * numel >= swap_threshold(config)
     ]
     window = 1 + section.pipeline_read + section.pipeline_write
     return max((sum(needs[at : at + window]) for at in range(len(needs))), default=1)
@@ -102,7 +115,7 @@ def _optimizer_problems(config: Any, sizes: Sizes) -> Iterator[str]:
     section, needed = config.zero_config.offload_optimizer, buffers_needed(config, sizes)
     if section.buffer_count < needed:
         window = 1 + section.pipeline_read + section.pipeline_write
-        muon = _buffers_of({"use_muon": True}, config)
+        muon = _buffers_per_sub_group({"use_muon": True}, config)
         yield (
             f"zero_optimization.offload_optimizer.buffer_count: got {section.buffer_count}; write {needed} or more. "
             f"A Muon sub-group takes {muon} buffers, an AdamW sub-group 4, and up to {window} sub-groups are in memory "
@@ -115,7 +128,7 @@ def _optimizer_problems(config: Any, sizes: Sizes) -> Iterator[str]:
 def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]:
     section, params = config.zero_config.offload_param, [p for group, _ in sizes for p in group["params"]]
     parts = [(_elements_per_rank(p, world_size), p.element_size()) for p in params]
-    largest = max((part for part, itemsize in parts if part * itemsize >= threshold(config)), default=0)
+    largest = max((part for part, itemsize in parts if part * itemsize >= swap_threshold(config)), default=0)
     if section.buffer_size < largest:
         yield (
             f"zero_optimization.offload_param.buffer_size: got {section.buffer_size}; write {largest} or more, the "
@@ -126,7 +139,10 @@ def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]
 
 
 def _lock_problems(key: str, wanted: int) -> Iterator[str]:
-    """Yield a message if this process may not lock the ``wanted`` bytes of DeepSpeed's buffers, which ``key`` sets."""
+    """Yield an error message if this process may not lock ``wanted`` bytes of memory for DeepSpeed's buffers.
+
+    ``key``: key in ``zero_optimization`` that sets the number or size of these buffers.
+    """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and wanted > limit and not _may_lock():
         yield (
@@ -145,7 +161,10 @@ def _may_lock() -> bool:
 
 
 def _path_problems(name: str, path: Any) -> Iterator[str]:
-    """Yield a message if no file can be written in ``path`` with direct I/O, which DeepSpeed uses."""
+    """Yield an error message if DeepSpeed cannot write files with direct I/O in the folder ``path``.
+
+    ``name``: section of the config that names this folder, ``offload_optimizer`` or ``offload_param``.
+    """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         probe = Path(path) / f".deepspeed_muon_{os.getpid()}"
@@ -161,10 +180,10 @@ def _path_problems(name: str, path: Any) -> Iterator[str]:
 
 
 def _library_problems() -> Iterator[str]:
-    """Yield messages if DeepSpeed's swapper is too old or its extension async_io cannot be built.
+    """Yield error messages if this DeepSpeed's NVMe swapper is too old, or its extension async_io cannot be built.
 
-    Before 0.19.8 the pipelined swapper could not give buffers back, and no tensor could be kept in memory. DeepSpeed
-    builds async_io from libaio's headers at first use, unless it was installed with it.
+    Before DeepSpeed 0.19.8 the pipelined swapper could not release buffers, and no tensor could be kept in memory.
+    DeepSpeed builds async_io, which needs libaio's headers, at first use, unless it was built during installation.
     """
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -181,9 +200,9 @@ def _library_problems() -> Iterator[str]:
 
 @contextmanager
 def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
-    """Load the flat fp32 weights of sub-group ``index`` from NVMe, and write changes back when the context ends.
+    """Load the flat fp32 weights of sub-group ``index`` from NVMe into memory, and yield them.
 
-    A sub-group that is always in memory is neither read nor written.
+    When the context ends, write the weights and states back. A sub-group that DeepSpeed does not swap is only yielded.
     """
     flat, is_swapped = wrapper.fp32_partitioned_groups_flat[index], wrapper._swappable_optimizer_subgroup(index)
     if is_swapped:
@@ -194,10 +213,13 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
         flat.grad = None
 
 
-def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor in the form that a checkpoint saves: the tensor itself or, while swapped out, its mapped file.
+def mapped_if_swapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor to save in a checkpoint: ``tensor`` itself or, if it is swapped out, a memory map of its file.
 
-    ``tensor`` is ``flat``, the weights of a sub-group, or one of its states.
+    Args:
+        wrapper: DeepSpeed's stage-3 optimizer.
+        flat: the flat fp32 weights of a sub-group.
+        tensor: ``flat``, or one of the sub-group's optimizer states.
     """
     info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
     paths = [entry.swap_path for entry in info.tensors if entry.compute_tensor is tensor] if info else []
@@ -208,8 +230,11 @@ def as_mapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
     return mapped
 
 
-def saved_files(engine: Any, folder: Path) -> Path:
-    """Return the folder, inside the checkpoint ``folder``, in which older versions saved this rank's swap files."""
+def saved_swap_folder(engine: Any, folder: Path) -> Path:
+    """Return the folder for this rank's swap files in a checkpoint of an older version of this package.
+
+    ``folder``: the checkpoint's folder.
+    """
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
@@ -217,7 +242,10 @@ def saved_files(engine: Any, folder: Path) -> Path:
 
 
 def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index, flat fp32 weights) of each sub-group, loaded one by one; changes also reach the model's weights."""
+    """Yield (index, flat fp32 weights) of each sub-group in turn, loaded from NVMe if necessary.
+
+    The caller may change the weights. The change is copied to the model's parameters and written back to NVMe.
+    """
     wrapper._partition_all_parameters()
     for index in range(len(wrapper.fp32_partitioned_groups_flat)):
         with swapped_in(wrapper, index) as flat:
@@ -226,17 +254,17 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace the swapper's ``swap_out_optimizer_state``: call it, then empty the tensors that it wrote.
+    """Replace the swapper's ``swap_out_optimizer_state``: call the original, then empty the tensors that it wrote.
 
-    With pipelined writes DeepSpeed leaves them pointing to the swapper's buffers, and a checkpoint would save what
-    another sub-group has left there.
+    After pipelined writes DeepSpeed leaves these tensors pointing to the swapper's buffers, which the next sub-group
+    overwrites. A checkpoint would then save wrong values.
     """
     original(parameter, *args, **kwargs)
     wrapper.optimizer_swapper.swap_params_info[parameter.ds_id].release_memory()
 
 
 def forget_gradients(wrapper: Any) -> None:
-    """Drop the gradients that were swapped out, so that the next step reads only later ones."""
+    """Discard the gradients that were swapped to NVMe, so that the next step does not read them again."""
     for info in wrapper.optimizer_swapper.swap_params_info.values():
         info.swapped_gradients.clear()
         info.unswapped_gradients.clear()
@@ -245,10 +273,10 @@ def forget_gradients(wrapper: Any) -> None:
 def prepare_with_zero_filled_grads(
     wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace the wrapper's ``_prepare_sub_group``: call it, then fill missing gradients with zeros.
+    """Replace the wrapper's ``_prepare_sub_group``: call the original, then zero the gradients of unused parameters.
 
-    DeepSpeed reads gradients into a buffer that it reuses: a parameter without a gradient would train on the values
-    that another tensor has left there.
+    DeepSpeed reads gradients into a buffer that it reuses. Without the zeros, a parameter that got no gradient would
+    train on another parameter's gradient.
     """
     result = original(sub_group_id, *args, **kwargs)
     if wrapper._swappable_optimizer_subgroup(sub_group_id):

@@ -37,7 +37,7 @@ from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.refusals import ON_GPUS, refuse_engine, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler_section import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.tp_ranks import note_tp_rank
-from deepspeed.muon.zero.wrappers.experts import refuse_replaced, with_names
+from deepspeed.muon.zero.wrappers.experts import refuse_replaced_parameters, with_group_names
 from deepspeed.muon.zero.wrappers.registry import ADAPTERS
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock DeepSpeed refuses the second, so that a machine
@@ -46,12 +46,12 @@ TYPES = ("muon", "muonwithauxadam")
 
 
 def is_muon(optimizer_name: str | None) -> bool:
-    """Return whether ``optimizer.type`` means deepspeed-muon; upper and lower case are the same."""
+    """Return whether ``optimizer.type`` selects deepspeed-muon, ignoring case."""
     return (optimizer_name or "").lower() in TYPES
 
 
 def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``DeepSpeedConfig.__init__``: call it, then refuse wrong or unsupported settings of Muon."""
+    """Replace ``DeepSpeedConfig.__init__``: call the original, then raise for wrong or unsupported settings of Muon."""
     original(self, *args, **kwargs)
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
@@ -65,7 +65,10 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def clipped_once(params: Mapping[str, Any] | None, gradient_clipping: Any, is_logging_rank: bool = True) -> Any:
-    """Return ``optimizer.params`` without ``max_grad_norm`` if ``gradient_clipping`` is set, and log a warning."""
+    """Return ``optimizer.params``, without ``max_grad_norm`` if ``gradient_clipping`` is set to a nonzero value.
+
+    Otherwise the gradient would be clipped twice. Log a warning if the key is removed.
+    """
     if not params or "max_grad_norm" not in params or not gradient_clipping:
         return params
     if is_logging_rank:
@@ -77,9 +80,10 @@ def clipped_once(params: Mapping[str, Any] | None, gradient_clipping: Any, is_lo
 
 
 def _keep_user_tags() -> None:
-    """Replace ``deepspeed.set_optimizer_flags``: keep the user's ``param.use_muon``, and check the config's patterns.
+    """Replace ``deepspeed.set_optimizer_flags``, which would overwrite the attributes ``use_muon`` that a user set.
 
-    Done when a config is read and not by :func:`install`, which runs before ``deepspeed/__init__.py`` defines it.
+    The replacement only checks that ``muon_include`` and the other patterns match parameters. It is put in place when a
+    config is read, because :func:`install` runs before ``deepspeed/__init__.py`` defines the function.
     """
     deepspeed = sys.modules["deepspeed"]
     flags = getattr(deepspeed, "set_optimizer_flags", None)
@@ -117,14 +121,17 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
-    """Replace ``DeepSpeedEngine._configure_optimizer``: check a script's optimizer, and bind a MuonWithAuxAdam."""
+    """Replace ``DeepSpeedEngine._configure_optimizer``: check a script's optimizer, and call the original.
+
+    If the engine then has a MuonWithAuxAdam, bind the optimizer to the engine (:func:`bind_engine`).
+    """
     if client_optimizer is None:
         if is_muon(self.optimizer_name()) and self.has_moe_layers:
-            model_parameters = with_names(model_parameters)
+            model_parameters = with_group_names(model_parameters)
     elif isinstance(client_optimizer, tuple(self._supported_optims())):  # otherwise a function that builds one
         _check_client(self, client_optimizer)
     else:
-        client_optimizer = functools.partial(_called, self, client_optimizer)
+        client_optimizer = functools.partial(_build_and_check, self, client_optimizer)
     if is_muon(self.optimizer_name()) or isinstance(client_optimizer, MuonWithAuxAdam):
         _import_stocks_muon()
     result = original(self, client_optimizer, model_parameters)
@@ -134,9 +141,10 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 
 
 def _import_stocks_muon() -> None:
-    """Import stock DeepSpeed's Muon, as ZeRO does to know its type, but do not load torch's compiler, which takes 1 s.
+    """Import stock DeepSpeed's Muon without loading torch's compiler, which would take a second.
 
-    The functions that stock decorates with ``torch.compile`` are compiled at their first call instead.
+    ZeRO imports this module to know the class. Functions in it that ``torch.compile`` decorates are compiled at their
+    first call instead.
     """
 
     def compile_at_first_call(compile: Callable, *args: Any, **options: Any) -> Callable:
@@ -149,8 +157,8 @@ def _import_stocks_muon() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
-def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """Build the optimizer by the script's function ``build``, and check it before DeepSpeed wraps it."""
+def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any:
+    """Build the optimizer by calling the script's function ``build(model_parameters)``; check it and return it."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)
@@ -158,19 +166,25 @@ def _called(engine: Any, build: Callable, model_parameters: Any) -> Any:
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """Check an optimizer that the script has built, by its own settings, which may differ from those of the config."""
+    """Check an optimizer that the script built, before DeepSpeed wraps it; raise if it cannot be used.
+
+    A MuonWithAuxAdam is checked by its own settings, which may differ from those in the ds_config.
+    """
     if not isinstance(optimizer, MuonWithAuxAdam):
         _refuse_another(engine, type(optimizer))
         return
     refuse_unsupported(engine._config, optimizer.config)
     refuse_engine(engine)
-    refuse_replaced(optimizer)
+    refuse_replaced_parameters(optimizer)
     _check(engine, optimizer)
     engine._config.zero_force_ds_cpu_optimizer = False  # if true, DeepSpeed refuses it with ZeRO-Offload
 
 
 def _refuse_another(engine: Any, kind: type) -> None:
-    """Raise if the config asks for Muon, but the script passes another class ``kind``; warn if that is another Muon."""
+    """Raise MuonConfigError if the config asks for Muon, but the script passes an optimizer of another class, ``kind``.
+
+    Log a warning if the config does not ask for Muon, but ``kind`` is another implementation of Muon.
+    """
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
         raise MuonConfigError(
@@ -188,7 +202,10 @@ def _refuse_another(engine: Any, kind: type) -> None:
 
 
 def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Check the optimizer against the config and the other ranks before ZeRO allocates; drop elastic checkpoints."""
+    """Check the optimizer against the config and the other ranks, before ZeRO allocates memory; a collective.
+
+    Also disable ``zero_optimization.elastic_checkpoint``, with a warning.
+    """
     settings = engine._config.zero_config
     if settings.elastic_checkpoint and engine.zero_optimization_stage() in (1, 2):
         settings.elastic_checkpoint = False  # DeepSpeed cannot load AdamW's either
@@ -203,19 +220,28 @@ def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.compile``: refuse DeepCompile, whose gradients bypass the optimizer."""
+    """Replace ``DeepSpeedEngine.compile``: raise UnsupportedError for DeepCompile, otherwise call the original.
+
+    DeepCompile's gradients would bypass the optimizer.
+    """
     if self.is_deepcompile_enabled():
         raise UnsupportedError(f"compile.deepcompile: DeepCompile {ON_GPUS}")
     return original(self, *args, **kwargs)
 
 
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
-    """Replace ``_get_optimizer_param`` (``get_lr``, ``get_mom``): return one value per group that the user passed."""
+    """Replace ``DeepSpeedEngine._get_optimizer_param``, which ``get_lr`` and ``get_mom`` call.
+
+    Return one value for each parameter group that the user passed, not for each group that the optimizer made of them.
+    """
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
 def _note_backward(original: Callable, self: Any) -> None:
-    """Replace ``DeepSpeedEngine._backward_prologue``, which every backward calls: note that there are gradients."""
+    """Replace ``DeepSpeedEngine._backward_prologue``, which every backward calls: record that a backward has run.
+
+    Raise CallOrderError if ``engine.offload_states()`` has moved states that a backward needs.
+    """
     # A backward needs neither master weights (hp_params) nor optimizer states, but everything else.
     if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
         raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
@@ -224,7 +250,7 @@ def _note_backward(original: Callable, self: Any) -> None:
 
 
 def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.step``: refuse a step without gradients, or while states are offloaded."""
+    """Replace ``DeepSpeedEngine.step``: raise CallOrderError if no backward has run, or states are still offloaded."""
     adapter = self.muon_adapter
     if adapter.moved_states:
         raise CallOrderError(f"step() after offload_states(): {_AWAY.format(', '.join(adapter.moved_states))}")
@@ -239,7 +265,10 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_muon(function: Callable) -> Callable:
-    """Return a replacement that calls ``function(original, engine, ...)`` only if the engine has this Muon."""
+    """Return a replacement for an engine's method: it calls ``function(original, engine, ...)`` in engines with Muon.
+
+    In every other engine the replacement calls ``original``.
+    """
 
     @functools.wraps(function)
     def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,10 +309,10 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Make ``"type": "Muon"`` mean deepspeed-muon. Does nothing the second time.
+    """Patch DeepSpeed so that ``"type": "Muon"`` in a ds_config selects deepspeed-muon. A second call does nothing.
 
     Raises:
-        SeamError: this DeepSpeed lacks something that deepspeed-muon replaces; nothing has been changed.
+        SeamError: this DeepSpeed lacks an attribute that deepspeed-muon replaces. Nothing has been changed.
     """
     version = importlib.import_module("deepspeed.git_version_info").version  # deepspeed.__version__ is not set yet
     oldest, newest = TESTED_DEEPSPEED
@@ -311,13 +340,16 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore stock DeepSpeed. Engines that exist keep their optimizer."""
+    """Undo :func:`install`, so that new engines use stock DeepSpeed. Engines that exist keep their optimizer."""
     while _undo:
         _undo.pop()()
 
 
 def activate() -> None:
-    """Call :func:`install`. If this DeepSpeed lacks an attribute, raise nothing now; only runs with Muon fail later."""
+    """Call :func:`install` when the package is imported, but do not raise if this DeepSpeed lacks an attribute.
+
+    Instead log the error, and raise it later in an engine whose config asks for Muon.
+    """
     try:
         install()
     except SeamError as error:
@@ -333,10 +365,13 @@ def activate() -> None:
 
 
 def seam_states() -> dict[str, str]:
-    """Return the state of each attribute of DeepSpeed that this package replaces, by name; see :data:`SEAMS`.
+    """Return {attribute of DeepSpeed that this package replaces: its state}, for all of :data:`SEAMS`.
 
-    Before :func:`install`, or if any attribute is missing: ``missing`` or ``present``. Afterwards: ``in use`` if it is
-    replaced now, ``ready`` if it will be replaced for an engine with Muon, during a save or during a load.
+    The state is ``"missing"`` if this DeepSpeed lacks the attribute, otherwise one of:
+
+    - ``"in use"``: the attribute is replaced now.
+    - ``"ready"``: it will be replaced for an engine with Muon, or during a save or load.
+    - ``"present"``: it is not replaced, because :func:`install` was not called or some attribute is missing.
     """
     states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
     if _undo and "missing" not in states.values():
@@ -346,13 +381,13 @@ def seam_states() -> dict[str, str]:
 
 
 def is_tested(version: str) -> bool:
-    """Return whether this version of DeepSpeed lies in the tested range."""
+    """Return whether this package was tested with DeepSpeed ``version``, such as ``"0.19.8"``."""
     oldest, newest = map(Version, TESTED_DEEPSPEED)
     return oldest <= Version(Version(version).base_version) <= newest
 
 
 def _list_op() -> None:
-    """Make ``ds_report`` list our C++ kernels (csrc/muon) among DeepSpeed's operations."""
+    """Add this package's C++ kernels to the operations that ``ds_report`` lists."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 

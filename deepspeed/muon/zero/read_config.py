@@ -25,7 +25,7 @@ from deepspeed.muon.param_groups import warn_of_odd_settings
 from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, known_keys, not_objects, place_of, warn_of_unknown
 from deepspeed.muon.zero.patches import TYPES, clipped_once, is_muon
 from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
-from deepspeed.muon.zero.scheduler_section import about_momentum, about_rate, read_schedule
+from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -47,7 +47,11 @@ _BRACED = re.compile(r"\ufeff?(?:\s|(?:#|//)[^\n]*\n|/\*.*?\*/)*\{", re.DOTALL)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a forecast needs from a ds_config. ``notes``: sentences on what was assumed and what was not checked."""
+    """The settings of a ds_config from which ``ds_muon`` forecasts a run.
+
+    ``offload``: whether the optimizer is offloaded to the CPU or NVMe. ``gradient_clipping``: the largest norm, or 0.0.
+    ``notes``: sentences for the user about values that were assumed or not checked.
+    """
 
     config: MuonConfig
     layout: Layout
@@ -57,12 +61,13 @@ class Settings:
 
 
 def read_settings(path: str, section: dict[str, Any], world_size: int, stage: int | None = None) -> Settings:
-    """Return the settings of a ds_config whose optimizer is Muon.
+    """Return the settings of a ds_config whose optimizer is Muon, checked as an engine would.
 
     Args:
-        path: names the file in errors; ``section``: the ds_config in it, from :func:`find_ds_config`.
+        path: the file's name, for errors.
+        section: the ds_config in the file, from :func:`find_ds_config`.
         world_size: number of data-parallel ranks.
-        stage: ZeRO stage to use instead of the config's.
+        stage: ZeRO stage to use instead of the config's; ``None`` keeps the config's.
 
     Raises:
         SettingsError: DeepSpeed refuses a value, or the optimizer is not Muon.
@@ -78,8 +83,8 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     config, schedule = parse(params), read_schedule(section.get("scheduler"))
     muon = config.muon_group() | {"betas": config.betas, "use_muon": True}
     warn_of_odd_settings((muon, config.adam_group() | {"use_muon": False}))
-    rate = "" if autos else about_rate(schedule, config)
-    of_schedule = filter(None, (rate, about_momentum(schedule)))
+    rate = "" if autos else rate_warning(schedule, config)
+    of_schedule = filter(None, (rate, momentum_note(schedule)))
     left_out = {"optimizer", *BATCH_KEYS}
     section = _drop_autos({key: value for key, value in section.items() if key not in left_out}, "", defaults)
     section |= {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": name, "params": params}}
@@ -99,10 +104,12 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:
-    """Yield notes: what a forecast assumes and does not check.
+    """Yield sentences on what a forecast assumes about a ds_config, or does not check.
 
-    ``autos``, ``defaults``: keys with the value "auto" in ``optimizer.params`` and elsewhere. ``stock``: DeepSpeed's
-    config.
+    Args:
+        autos: keys of ``optimizer.params`` whose value is "auto".
+        defaults: dotted paths of the other keys whose value is "auto".
+        stock: the ``DeepSpeedConfig``.
     """
     texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
     texts += [f"{', '.join(defaults)} taken as DeepSpeed's defaults"] if defaults else []
@@ -120,7 +127,11 @@ def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[
 
 
 def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return (``optimizer.type`` as written, ``optimizer.params``); raise SettingsError if the type is not Muon."""
+    """Return (``optimizer.type`` as written, ``optimizer.params``) of a ds_config.
+
+    Raises:
+        SettingsError: the type is not Muon, or ``params`` is not an object.
+    """
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
@@ -132,7 +143,7 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
 
 
 def _hint(section: dict[str, Any], name: Any) -> str:
-    """Return advice on a config without Muon: which key or value may be misspelt, or how to get one for Muon."""
+    """Return advice for a ds_config without Muon, such as "did you mean Muon?". ``name``: its ``optimizer.type``."""
     near = nearest("optimizer", section.keys() - {"optimizer"})
     if near and section.get("optimizer") is None:
         return f"did you mean optimizer instead of {near}?"
@@ -140,21 +151,27 @@ def _hint(section: dict[str, Any], name: Any) -> str:
     return "did you mean Muon?" if is_misspelt else "ds_muon init makes a config for Muon from it"
 
 
-def _drop_autos(section: dict[str, Any], where: str, dropped: list[str]) -> dict[str, Any]:
-    """Return the section without values "auto"; add their dotted paths to ``dropped``. ``where``: the path so far."""
+def _drop_autos(section: dict[str, Any], prefix: str, dropped: list[str]) -> dict[str, Any]:
+    """Return a copy of the section without keys whose value is "auto", also in nested sections.
+
+    Append the dotted paths of these keys to ``dropped``. ``prefix``: dotted path of the section, such as ``"fp16."``.
+    """
     kept = {}
     for key, value in section.items():
         if isinstance(value, dict):
-            kept[key] = _drop_autos(value, f"{where}{key}.", dropped)
+            kept[key] = _drop_autos(value, f"{prefix}{key}.", dropped)
         elif value != "auto":
             kept[key] = value
         else:
-            dropped.append(f"{where}{key}")
+            dropped.append(f"{prefix}{key}")
     return kept
 
 
 def _stock_config(path: str, section: dict[str, Any]) -> Any:
-    """Return the ``DeepSpeedConfig`` that DeepSpeed makes of a section; its errors become a SettingsError."""
+    """Return the ``DeepSpeedConfig`` that DeepSpeed makes of a ds_config.
+
+    ``path``: the file's name, for errors. Errors of DeepSpeed are raised as SettingsError.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
@@ -172,9 +189,11 @@ def _stock_config(path: str, section: dict[str, Any]) -> Any:
 
 
 def _explain(title: str, item: dict[str, Any]) -> str:
-    """Return a message of one line on a wrong key or value: what is written, what is allowed, what may be meant.
+    """Return a message of one line about a wrong key or value: what is written, and what is allowed or meant.
 
-    ``title``: name of DeepSpeed's class that refuses it. ``item``: an error from ``pydantic.ValidationError.errors``.
+    Args:
+        title: name of the class of DeepSpeed that refuses the value, such as ``DeepSpeedZeroConfig``.
+        item: one error from ``pydantic.ValidationError.errors()``.
     """
     path = [name for name in (SECTION_OF.get(title, title), *map(str, item["loc"])) if name]
     key, value = ".".join(path), item["input"]
@@ -196,10 +215,10 @@ def _explain(title: str, item: dict[str, Any]) -> str:
 
 
 def parse_file(path: str) -> dict[str, Any]:
-    """Return the object in a JSON, Hjson or YAML file.
+    """Return the object in a JSON, Hjson or YAML file as a dict.
 
-    Text that does not start with a brace is read as YAML if it can be. DeepSpeed's reader would take it for Hjson
-    without the outer braces, and read everything that is nested by indentation as a string.
+    Text without an outer brace is parsed as YAML. If that fails, it is parsed as Hjson, as DeepSpeed does. Hjson is not
+    tried first, because it accepts most YAML but reads nested sections as strings.
 
     Raises:
         SettingsError: the file cannot be read, or does not contain an object.
@@ -222,12 +241,16 @@ def parse_file(path: str) -> dict[str, Any]:
 
 
 def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return ``section``, the content of the file ``path``, if it is a ds_config; otherwise the only part that is one.
+    """Return the ds_config in a parsed file: the whole file, or the only nested object that is a ds_config.
+
+    Args:
+        path: the file's name, for errors.
+        section: the file's content, from :func:`parse_file`.
 
     Raises:
-        SettingsError: no part is a ds_config, or several are; the message says which file to give instead.
+        SettingsError: the file contains no ds_config, or several. The message says which file to give instead.
     """
-    if is_accelerates(section):
+    if is_accelerate_config(section):
         nested = section.get("deepspeed_config")
         file = nested.get("deepspeed_config_file") if isinstance(nested, Mapping) else None
         instead = (
@@ -245,7 +268,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
             f"--config {path}: training arguments ({', '.join(foreign)}), not a ds_config; give the file that the "
             "script takes as --deepspeed"
         )
-    parts = dict(_parts(section))
+    parts = dict(_nested_ds_configs(section))
     if _is_ds_config(section) or (section.keys() & known_keys() and not parts):
         return section
     if len(parts) == 1:
@@ -261,13 +284,13 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def is_accelerates(section: Mapping[str, Any]) -> bool:
-    """Return whether the content of a file is accelerate's configuration, as ``accelerate config`` writes it."""
+def is_accelerate_config(section: Mapping[str, Any]) -> bool:
+    """Return whether a parsed file is accelerate's configuration, as ``accelerate config`` writes it."""
     return bool(ACCELERATE_KEYS & section.keys()) and not _is_ds_config(section)
 
 
 def is_optimizer(name: str) -> bool:
-    """Return whether DeepSpeed, torch or transformers has an optimizer of this name, in upper or lower case."""
+    """Return whether DeepSpeed, torch or transformers has an optimizer of this name, ignoring case."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     known = [*dir(torch.optim), *DEEPSPEED_OPTIMIZERS, "adafactor", "onebitadam", "zerooneadam"]
@@ -275,26 +298,32 @@ def is_optimizer(name: str) -> bool:
 
 
 def _is_ds_config(section: Mapping[str, Any]) -> bool:
-    """Return whether a section has what only a ds_config has: ``zero_optimization``, or an optimizer with a type."""
+    """Return whether an object has a key that marks a ds_config: ``zero_optimization``, or ``optimizer`` with a ``type``."""
     optimizer = section.get("optimizer")
     has_optimizer = isinstance(optimizer, Mapping) and "type" in optimizer
     return isinstance(section.get("zero_optimization"), Mapping) or has_optimizer
 
 
-def _parts(section: Mapping[str, Any], above: str = "", level: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (dotted path, ds_config) of each ds_config inside a section. ``above``: path of the section, with a dot."""
+def _nested_ds_configs(
+    section: Mapping[str, Any], prefix: str = "", level: int = 1
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (dotted path, ds_config) for each ds_config nested in an object, at most :data:`MAX_DEPTH` levels deep.
+
+    ``prefix``: dotted path of the object, such as ``"training."``. ``level``: depth of the object's keys.
+    """
     for key, value in section.items():
         if isinstance(value, dict) and _is_ds_config(value):
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
         elif isinstance(value, dict) and level < MAX_DEPTH:
-            yield from _parts(value, f"{above}{key}.", level + 1)
+            yield from _nested_ds_configs(value, f"{prefix}{key}.", level + 1)
 
 
 def _parse_yaml(path: str, text: str) -> Any:
-    """Return the value of a YAML text; ``None`` if it is not YAML, because it may be Hjson.
+    """Return the value of a YAML text; ``None`` if the text is not valid YAML and may be Hjson. ``path``: for errors.
 
     Raises:
-        SettingsError: PyYAML is not installed. ValueError: a key occurs twice.
+        SettingsError: PyYAML is not installed.
+        ValueError: a key occurs twice in one object.
     """
     try:
         import yaml
@@ -302,7 +331,10 @@ def _parse_yaml(path: str, text: str) -> Any:
         raise SettingsError(f"--config {path}: to read YAML, PyYAML is needed; pip install pyyaml") from None
 
     class Loader(yaml.SafeLoader):
-        """Read 1e-4 as a number, as YAML 1.2 does, and dates as strings, as in JSON; refuse a key that occurs twice."""
+        """PyYAML's safe loader, changed to refuse a key that occurs twice.
+
+        It also reads 1e-4 as a number, as YAML 1.2 does, and leaves dates as strings, as JSON does.
+        """
 
         yaml_implicit_resolvers = {
             first: [(tag, regexp) for tag, regexp in found if tag != "tag:yaml.org,2002:timestamp"]
@@ -310,7 +342,7 @@ def _parse_yaml(path: str, text: str) -> Any:
         }
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """Call the base class; raise ValueError if a key occurs twice."""
+            """Return the mapping of a YAML node as the base class does; raise ValueError if a key occurs twice."""
             keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag[-6:] != ":merge"]
             if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
                 raise ValueError(f"keys that occur twice: {twice}")
@@ -328,7 +360,10 @@ def _parse_yaml(path: str, text: str) -> Any:
 
 
 def accelerator() -> dict[str, Any]:
-    """Return what DeepSpeed has found: ``kind`` of device, ``count``, ``name``, and ``backend`` for communication."""
+    """Return a description of the accelerator that DeepSpeed has found on this machine.
+
+    For example ``{"kind": "cuda", "count": 8, "name": "NVIDIA H100", "backend": "nccl"}``.
+    """
     found = get_accelerator()
     kind, count, backend = found.device_name(), int(found.device_count()), found.communication_backend_name()
     ask = getattr(torch.get_device_module(kind), "get_device_name", None)
@@ -337,5 +372,5 @@ def accelerator() -> dict[str, Any]:
 
 
 def backends() -> dict[str, bool]:
-    """Return communication backend -> whether torch was built with it."""
+    """Return {communication backend: whether torch was built with it}, for ``"gloo"`` and ``"nccl"``."""
     return {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}

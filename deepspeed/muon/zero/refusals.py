@@ -22,9 +22,11 @@ SECTIONS = {
 
 
 def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
-    """Raise UnsupportedError that lists all unsupported settings of a ``DeepSpeedConfig``.
+    """Raise UnsupportedError if deepspeed-muon does not support some settings; the error lists all of them.
 
-    ``settings``: those of the optimizer, which a script may have built with other settings than the config's.
+    Args:
+        config: the engine's ``DeepSpeedConfig``.
+        settings: the optimizer's settings. They may differ from the config's if the script built the optimizer.
     """
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
     problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, settings)]
@@ -32,8 +34,11 @@ def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
 
 
-def _get(config: Any, key: str, default: Any = None) -> Any:
-    """Return what a ``DeepSpeedConfig`` has for a dotted ds_config key, or as an attribute; ``default`` if not set."""
+def _setting(config: Any, key: str, default: Any = None) -> Any:
+    """Return the value of a ``DeepSpeedConfig`` at a dotted path, such as ``zero_optimization.stage``.
+
+    Return ``default`` if the value is ``None`` or the path does not exist.
+    """
     section, *names = key.split(".")
     for name in (SECTIONS.get(section, section), *names):
         config = getattr(config, name, None)
@@ -43,8 +48,11 @@ def _get(config: Any, key: str, default: Any = None) -> Any:
 
 
 def offload_device(config: Any, section: str) -> str:
-    """Return the device in ``section``, ``offload_optimizer`` or ``offload_param``: ``cpu``, ``nvme`` or ``none``."""
-    device = _get(config, f"zero_optimization.{section}.device", "none")
+    """Return ``"cpu"``, ``"nvme"`` or ``"none"``: where a ``DeepSpeedConfig`` offloads to.
+
+    ``section``: ``"offload_optimizer"`` or ``"offload_param"``.
+    """
+    device = _setting(config, f"zero_optimization.{section}.device", "none")
     return str(getattr(device, "value", device))
 
 
@@ -53,23 +61,29 @@ Rule = tuple[str, Callable[[Any], Any], str]
 
 
 def _stage(config: Any) -> int:
-    return _get(config, "zero_optimization.stage", 0)
+    return _setting(config, "zero_optimization.stage", 0)
 
 
 def is_bf16_optimizer(config: Any) -> bool:
-    """Return whether DeepSpeed wraps a bf16 model in ``BF16_Optimizer``, provided there is no ``offload_optimizer``."""
-    return _stage(config) == 1 and _get(config, "grad_accum_dtype") in ("fp32", "float32")
+    """Return whether DeepSpeed wraps the optimizer of a bf16 model in ``BF16_Optimizer``.
+
+    The answer holds only without ``offload_optimizer``, with which DeepSpeed uses another wrapper.
+    """
+    return _stage(config) == 1 and _setting(config, "grad_accum_dtype") in ("fp32", "float32")
 
 
 def _is_scaled(config: Any) -> bool:
-    """Return whether DeepSpeed scales the loss of a bf16 model under fp16 autocast."""
+    """Return whether DeepSpeed scales the loss when fp16 autocast runs a bf16 model."""
     is_on_accelerator = offload_device(config, "offload_optimizer") == "none"
     return _stage(config) > 0 and not (is_bf16_optimizer(config) and is_on_accelerator)
 
 
 def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
-    """Return the rule that refuses ``key`` if it is set and the stage is at least ``first_stage``."""
-    return key, lambda c: bool(_get(c, key)) and _stage(c) >= first_stage, advice
+    """Return a rule that refuses any true value of the dotted ds_config key ``key``.
+
+    ``advice``: what to change. ``first_stage``: lowest ZeRO stage at which the rule applies.
+    """
+    return key, lambda c: bool(_setting(c, key)) and _stage(c) >= first_stage, advice
 
 
 def _nvme_rules(section: str, kept: str, instead: str) -> tuple[Rule, Rule]:
@@ -84,7 +98,7 @@ def _nvme_rules(section: str, kept: str, instead: str) -> tuple[Rule, Rule]:
     no_path = 'device "nvme" needs it; write a folder on the disk to use'
     return (
         (f"{key}.device", lambda c: applies(c) and _stage(c) < 3, no_stage_3),
-        (f"{key}.nvme_path", lambda c: applies(c) and not _get(c, f"{key}.nvme_path"), no_path),
+        (f"{key}.nvme_path", lambda c: applies(c) and not _setting(c, f"{key}.nvme_path"), no_path),
     )
 
 
@@ -108,37 +122,37 @@ RULES: tuple[Rule, ...] = (
     (
         "zero_optimization.offload_optimizer.ratio",
         lambda c: (
-            _get(c, "zero_optimization.offload_optimizer.ratio", 1.0) < 1.0
+            _setting(c, "zero_optimization.offload_optimizer.ratio", 1.0) < 1.0
             and offload_device(c, "offload_optimizer") != "none"
         ),
         "below 1.0 another optimizer updates the part on the accelerator; remove the key or set it to 1.0",
     ),
     (
         "zero_optimization.mics_shard_size",
-        lambda c: _get(c, "zero_optimization.mics_shard_size", -1) > 0,
+        lambda c: _setting(c, "zero_optimization.mics_shard_size", -1) > 0,
         "MiCS is not supported yet; remove the key",
     ),
     (
         "bf16.bf16_master_weights_and_grads",
         lambda c: (
-            _get(c, "bf16.bf16_master_weights_and_grads")
-            and (not _get(c, "bf16.bf16_optimizer_states") or offload_device(c, "offload_optimizer") != "none")
+            _setting(c, "bf16.bf16_master_weights_and_grads")
+            and (not _setting(c, "bf16.bf16_optimizer_states") or offload_device(c, "offload_optimizer") != "none")
         ),
         "with fp32 states, or with offload, DeepSpeed requires its own CPU Adam; set bf16.bf16_optimizer_states to "
         "true and remove offload_optimizer, or set bf16.bf16_master_weights_and_grads to false",
     ),
     (
         "data_types.grad_accum_dtype",
-        lambda c: _get(c, "bf16.bf16_master_weights_and_grads") and is_bf16_optimizer(c),
+        lambda c: _setting(c, "bf16.bf16_master_weights_and_grads") and is_bf16_optimizer(c),
         "fp32 at stage 1 selects DeepSpeed's BF16_Optimizer, which keeps fp32 weights whatever "
         "bf16.bf16_master_weights_and_grads says; remove one of them",
     ),
     (
         "torch_autocast.dtype",
         lambda c: (
-            _get(c, "bf16.enabled")
-            and _get(c, "torch_autocast_enabled")
-            and _get(c, "torch_autocast_dtype") == torch.float16
+            _setting(c, "bf16.enabled")
+            and _setting(c, "torch_autocast_enabled")
+            and _setting(c, "torch_autocast_dtype") == torch.float16
             and not _is_scaled(c)
         ),
         "at stage 0, and at stage 1 with fp32 gradients, DeepSpeed has no loss scale for a bf16 model; use bfloat16, "
@@ -151,7 +165,7 @@ MOMENTUM_DTYPE = "optimizer.params.momentum_dtype"
 
 
 def _momentum_problems(config: Any, settings: MuonConfig) -> Iterator[str]:
-    stays = _get(config, "zero_optimization.save_muon_momentum_buffer_in_memory")
+    stays = _setting(config, "zero_optimization.save_muon_momentum_buffer_in_memory")
     if settings.momentum_dtype != "fp32" and offload_device(config, "offload_optimizer") == "nvme" and not stays:
         yield (
             "DeepSpeed swaps optimizer states to NVMe in fp32; set "
@@ -159,23 +173,29 @@ def _momentum_problems(config: Any, settings: MuonConfig) -> Iterator[str]:
             'momentum_dtype to "fp32"'
         )
     is_asked = settings.momentum_dtype == "fp32" and "momentum_dtype" in settings.model_fields_set
-    if is_asked and _get(config, "bf16.bf16_optimizer_states"):
+    if is_asked and _setting(config, "bf16.bf16_optimizer_states"):
         yield "bf16.bf16_optimizer_states keeps the momentum in bf16; remove one of them"
 
 
 def renames_parameters(config: Any) -> bool:
-    """Return whether DeepSpeed will replace parameters by others with new names and shapes, as AutoEP does."""
-    return bool(_get(config, "expert_parallel_config.enabled"))
+    """Return whether ``deepspeed.initialize`` will replace parameters by new ones with other names and shapes.
+
+    AutoEP (``expert_parallel``) does so.
+    """
+    return bool(_setting(config, "expert_parallel_config.enabled"))
 
 
 def refuse_engine(engine: Any) -> None:
-    """Raise UnsupportedError for unsupported pipelines, model or sequence parallelism, and experts with them."""
+    """Raise UnsupportedError if deepspeed-muon does not support the engine's parallelism; the error lists all reasons.
+
+    Checked are pipelines, model-parallel units, sequence parallelism, and experts combined with these.
+    """
     if problems := list(_engine_problems(engine)):
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
 
 
 def refuse_universal(engine: Any) -> None:
-    """Raise UnsupportedError for an engine that cannot load universal checkpoints; called before a load."""
+    """Raise UnsupportedError if the engine cannot load universal checkpoints. Call it before such a load."""
     problems = []
     if engine.zero_optimization_stage() == 0 and not engine.pipeline_parallelism:
         problems += ["DeepSpeed loads universal checkpoints at stages 1 to 3 only; set zero_optimization.stage to 1"]
@@ -191,22 +211,22 @@ def refuse_universal(engine: Any) -> None:
 
 
 def refuse_qk_clip(engine: Any) -> None:
-    """Raise UnsupportedError for an engine whose attention ``qk_clip`` cannot observe."""
-    if _is_spread(engine):
+    """Raise UnsupportedError for an engine whose attention logits ``qk_clip`` cannot observe (sequence parallelism)."""
+    if _uses_sequence_parallelism(engine):
         raise UnsupportedError(
             "optimizer.params.qk_clip: not supported with sequence parallelism, where a rank computes attention "
             "for other heads than those of its weights; remove it"
         )
 
 
-def _is_spread(engine: Any) -> bool:
-    """Return whether several ranks share each sequence (sequence parallelism)."""
+def _uses_sequence_parallelism(engine: Any) -> bool:
+    """Return whether the engine divides each sequence among several ranks."""
     return (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
 
 
 def _engine_problems(engine: Any) -> Iterator[str]:
     _, tp_size = tp_rank(engine)
-    if engine.moe_layers and _is_spread(engine):
+    if engine.moe_layers and _uses_sequence_parallelism(engine):
         yield (
             "deepspeed.moe layers with sequence parallelism, where DeepSpeed takes the ranks of a sequence for "
             "tensor-parallel ones and mixes up their tokens; use data parallelism"
@@ -227,7 +247,7 @@ def _engine_problems(engine: Any) -> Iterator[str]:
             f"{tp_size} x {engine.seq_dp_world_size} of {engine.world_size} ranks; use DeepSpeed's PipelineModule for "
             "pipelines"
         )
-    if _is_spread(engine) and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
+    if _uses_sequence_parallelism(engine) and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (
             "sequence parallelism by data_parallel_size in the config, where DeepSpeed leaves each rank of a sequence "
             "its own gradients, or at stage 3 lets the ranks overwrite one another's checkpoints; pass "

@@ -46,11 +46,13 @@ MOMENTUM_KEYS = {
 
 
 class Schedule(NamedTuple):
-    """What a section ``scheduler`` sets.
+    """What the section ``scheduler`` of a ds_config sets, including the schedule's defaults.
 
-    ``rate_key``, ``rate``: the parameter that is the learning rate, and its value; empty and ``None`` if the schedule
-    sets no rate. ``momenta``: the lowest and the highest momentum of a cycle; ``None`` without a cycle. ``is_asked``:
-    whether the section sets ``cycle_momentum`` itself.
+    Attributes:
+        rate_key: the parameter that sets the learning rate, such as ``"warmup_max_lr"``; empty if there is none.
+        rate: the value of that parameter; ``None`` if there is none.
+        momenta: (lowest, highest momentum) if the schedule cycles the momentum, otherwise ``None``.
+        is_asked: whether the section itself contains ``cycle_momentum``.
     """
 
     rate_key: str = ""
@@ -60,7 +62,10 @@ class Schedule(NamedTuple):
 
 
 def read_schedule(section: Any) -> Schedule:
-    """Return what a section ``scheduler`` sets; ``None`` stands for a config without one."""
+    """Return what the section ``scheduler`` of a ds_config sets.
+
+    ``section``: the section's value; ``None`` if the config has no such section.
+    """
     name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
     params = section.get("params") if name else None
     values = _defaults(name) | dict(params if isinstance(params, Mapping) else {})
@@ -70,8 +75,8 @@ def read_schedule(section: Any) -> Schedule:
     return Schedule("" if rate is None else key, rate, momenta, "cycle_momentum" in (params or ()))
 
 
-def about_momentum(schedule: Schedule) -> str:
-    """Return a sentence on the momentum that the schedule cycles, and how to stop it; empty without a cycle."""
+def momentum_note(schedule: Schedule) -> str:
+    """Return a sentence for the user on the momentum that the schedule cycles; empty if it cycles none."""
     if schedule.momenta is None:
         return ""
     low, high = schedule.momenta
@@ -81,8 +86,11 @@ def about_momentum(schedule: Schedule) -> str:
     )
 
 
-def about_rate(schedule: Schedule, config: MuonConfig) -> str:
-    """Return a warning if the schedule overrides a different learning rate in ``optimizer.params``; otherwise empty."""
+def rate_warning(schedule: Schedule, config: MuonConfig) -> str:
+    """Return a warning if the schedule overrides a different learning rate in ``optimizer.params``.
+
+    Return an empty string if there is nothing to warn about.
+    """
     # As in `MuonConfig.reference_lr`, which is the rate that a schedule replaces.
     rates = {"lr": config.lr, "muon_lr": config.muon_group()["lr"], "adam_lr": config.adam_group()["lr"]}
     key, lr = next(((key, lr) for key, lr in rates.items() if lr), ("", 0.0))
@@ -98,7 +106,7 @@ def about_rate(schedule: Schedule, config: MuonConfig) -> str:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """Return parameter -> default of a schedule in :data:`RATE_KEYS`; empty for other schedules."""
+    """Return {parameter: default value} of the schedule ``name``; empty if ``name`` is not in :data:`RATE_KEYS`."""
     from deepspeed.runtime import lr_schedules
 
     if name not in RATE_KEYS:
@@ -112,13 +120,16 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
-    """Replace ``DeepSpeedEngine._scheduler_from_config``: turn each learning rate into a list with one value per group.
+    """Replace ``DeepSpeedEngine._scheduler_from_config``: build the schedule with one learning rate for each group.
 
-    Raises MuonConfigError if a list has another length than the groups.
+    A learning rate in the config is turned into a list, whose values keep the ratio of the groups' learning rates.
+
+    Raises:
+        MuonConfigError: the length of a list in the config is not the number of parameter groups.
     """
     ours, name, params = engine.basic_optimizer, engine.scheduler_name(), engine.scheduler_params()
     values, reference = dict(params or {}), ours.defaults["lr"]
-    target = _target(ours, name, values)
+    target = _schedule_target(ours, name, values)
     ratios = [group["lr"] / reference if reference else 1.0 for group in target.param_groups]
     for key in ABSOLUTE_RATES.get(name, ()):
         value = values.get(key, _defaults(name).get(key))  # the default may be the groups' own rate
@@ -132,7 +143,11 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
 
 
 def configure_scheduler(original: Callable, engine: Any) -> None:
-    """Replace ``DeepSpeedEngine._configure_lr_scheduler``: pass the user's groups to a callable scheduler."""
+    """Replace ``DeepSpeedEngine._configure_lr_scheduler``: call a scheduler function with ``optimizer.given``.
+
+    A script may pass a function ``optimizer -> scheduler`` to ``deepspeed.initialize``. The function then sees the
+    parameter groups as the user passed them, not as the optimizer has split them.
+    """
     ours, client = engine.basic_optimizer, engine.client_lr_scheduler
     if callable(client):  # an absolute rate, such as eta_min, would make Muon's and AdamW's rates equal
         engine.client_lr_scheduler = lambda _: client(ours.given)
@@ -141,11 +156,15 @@ def configure_scheduler(original: Callable, engine: Any) -> None:
 
 
 def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Raise MuonConfigError for lists or momenta that do not fit, before ZeRO allocates; warn of doubtful numbers."""
+    """Check the config's schedule before ZeRO allocates memory, and log warnings about doubtful values.
+
+    Raises:
+        MuonConfigError: a list of learning rates has the wrong length, or a momentum is outside [0, 1).
+    """
     name, params = engine.scheduler_name(), engine.scheduler_params() or {}
     if engine.client_lr_scheduler is not None or name not in ABSOLUTE_RATES:
         return
-    _target(optimizer, name, params)
+    _schedule_target(optimizer, name, params)
     numbers = [key for key in ABSOLUTE_RATES[name] if isinstance(params.get(key), (int, float)) and params[key]]
     if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
         logger.warning(
@@ -158,7 +177,10 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
-    """Raise MuonConfigError for a momentum outside of [0, 1); warn if ``decay_mom_rate`` will raise it to 1."""
+    """Check the momentum that DeepSpeed's OneCycle cycles. ``params``: the parameters of the schedule.
+
+    Raise MuonConfigError if the momentum is outside [0, 1). Log a warning if ``decay_mom_rate`` will raise it to 1.
+    """
     numbers = _defaults("OneCycle") | params
     for key in ("cycle_min_mom", "cycle_max_mom"):
         values = numbers[key] if isinstance(numbers[key], (list, tuple)) else [numbers[key]]
@@ -176,13 +198,18 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
         )
 
 
-def _target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
-    """Return the object whose parameter groups the schedule will set, normally ``optimizer.given``: the user's groups.
+def _schedule_target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
+    """Return the object whose parameter groups the schedule sets: ``optimizer.given`` or the optimizer itself.
 
-    It is the optimizer itself if the lists in ``params`` have one value for each of its groups.
+    ``optimizer.given`` has the groups as the user passed them. The optimizer itself has split them into groups for Muon
+    and for AdamW. It is returned only if the lists in ``params`` have one value for each of the split groups.
+
+    Args:
+        name: type of the schedule, such as ``"WarmupLR"``.
+        params: parameters of the schedule.
 
     Raises:
-        MuonConfigError: a list has another length. ``name``, ``params``: type and parameters of the schedule.
+        MuonConfigError: a list has another length.
     """
     lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
     users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)

@@ -17,7 +17,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import GlobalPlan
 from deepspeed.muon.tuning import Tuning
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.scheduler_section import about_momentum, about_rate, read_schedule
+from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.experts import expert_counts
@@ -27,11 +27,15 @@ MAX_SUB_GROUP_SLOWDOWN = 1.25
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
-    """Log which parameters Muon and AdamW update, how large updates are and how a step runs, then each kind of split.
+    """Log, once the optimizer is bound, what Muon and AdamW will update and how.
 
-    On several pipeline stages or tensor-parallel ranks, the lines are about this rank's share of the model.
+    The lines name the number of parameters, the size of updates, how a step runs, and how parameters are split into
+    matrices. With several pipeline stages or tensor-parallel shards, each stage or shard logs lines about its own part.
 
-    ``tuning``: how Newton-Schulz was chosen. ``matrices_of_all``: number of matrices in the whole model.
+    Args:
+        adapter: the adapter of the engine's optimizer wrapper.
+        tuning: how Newton-Schulz was chosen.
+        matrices_of_all: number of Muon's matrices in the whole model.
     """
     engine, optimizer, specs = adapter.engine, adapter.optimizer, adapter.optimizer.specs.values()
     matrices, rest = ([spec for spec in specs if spec.use_muon == use_muon] for use_muon in (True, False))
@@ -42,18 +46,18 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
         optimizer.warn_of_no_matrix()
         return
     lora = [spec for spec in rest if is_lora(spec)]
-    place, count = _place(engine, optimizer), engine.world_size // stages_of(engine.module)
+    place, count = _line_prefix(engine, optimizer), engine.world_size // stages_of(engine.module)
     facts = (
         f"Muon updates {sum(len(s.blocks) for s in matrices)} matrices ({_elements(matrices):,} parameters)",
         *expert_counts(engine, optimizer),
         f"AdamW updates {len(rest)} tensors ({_elements(rest):,} parameters)",
         *([f"{len(lora)} of them LoRA factors (Muon by muon_include)"] if lora else ()),
-        f"on {count} rank{'s' * (count > 1)}{_stage_0(engine, optimizer)}",
+        f"on {count} rank{'s' * (count > 1)}{_work_division(engine, optimizer)}",
     )
     logger.info("deepspeed-muon %s: %s%s", __version__, place, ", ".join(facts))
     if matrices:
-        logger.info("deepspeed-muon: %s%s", place, "; ".join(_updates(optimizer, matrices)))
-        logger.info("deepspeed-muon: %s%s", place, "; ".join(_steps(engine, optimizer, tuning)))
+        logger.info("deepspeed-muon: %s%s", place, "; ".join(_update_phrases(optimizer, matrices)))
+        logger.info("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer, tuning)))
     if optimizer.config.preset != "none":
         logger.info("deepspeed-muon: %s", optimizer.config.preset_says)
     splits = defaultdict[str, list[str]](list)
@@ -69,12 +73,15 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
 
 
 def _elements(specs: list[MatrixSpec]) -> int:
-    """Return the number of elements of the whole parameters, before tensor parallelism splits them."""
+    """Return the number of elements of the parameters, before tensor parallelism split them."""
     return sum(math.prod(spec.whole) for spec in specs)
 
 
-def _place(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return a prefix that names this pipeline stage and tensor-parallel shard, each of which logs its own lines."""
+def _line_prefix(engine: Any, optimizer: MuonWithAuxAdam) -> str:
+    """Return a prefix for log lines, such as ``"stage 1 of 2 of the pipeline: "``.
+
+    The prefix names the pipeline stage and the tensor parallelism. It is empty for an engine with neither.
+    """
     (rank, size), stages = tp_rank(engine), stages_of(engine.module)
     is_whole = optimizer.config.tp_mode == "whole"
     how = "orthogonalizing whole matrices" if is_whole else f"orthogonalizing each shard by itself, here of rank {rank}"
@@ -82,8 +89,11 @@ def _place(engine: Any, optimizer: MuonWithAuxAdam) -> str:
     return stage + (f"tensor parallelism over {size} ranks, {how}: " if size > 1 else "")
 
 
-def _updates(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
-    """Return phrases on what a step does to the weights: scale of the update, rules beyond plain Muon, QK-clip."""
+def _update_phrases(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
+    """Return phrases for the log on how a step changes the weights.
+
+    They name the size of the update, the options that go beyond plain Muon, and QK-clip if it is on.
+    """
     config = optimizer.config
     whole = sorted((spec for spec in matrices if spec.blocks), key=lambda spec: math.prod(spec.whole))
     typical = whole[len(whole) // 2]
@@ -97,8 +107,8 @@ def _updates(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[st
     )
 
 
-def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
-    """Return phrases on how a step runs: bytes sent, kernels, dtype and methods of Newton-Schulz."""
+def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
+    """Return phrases for the log on how a step runs: megabytes sent, kernels, dtype and methods of Newton-Schulz."""
     exchange, plans = optimizer.exchange, optimizer.plans
     shared = [count for plan in plans for count in plan.of_all.counts if count > 1]
     methods = sorted(optimizer.ns_methods - {"auto"})
@@ -114,8 +124,11 @@ def _steps(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str
     )
 
 
-def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return how the ranks divide Newton-Schulz if all of them hold every matrix; empty for other layouts."""
+def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> str:
+    """Return a phrase for the log on whether the ranks divide Newton-Schulz among themselves at stage 0.
+
+    The phrase is empty at other stages, on a single rank, and with tensor parallelism.
+    """
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]
@@ -125,13 +138,16 @@ def _stage_0(engine: Any, optimizer: MuonWithAuxAdam) -> str:
 
 
 def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Warn if the schedule replaces the config's learning rate; log the range if it cycles the momentum."""
+    """Warn if the config's schedule overrides the learning rate in ``optimizer.params``.
+
+    Also log between which values the schedule cycles the momentum, if it does.
+    """
     if engine.client_lr_scheduler is not None or engine.global_rank:
         return
     schedule = read_schedule({"type": engine.scheduler_name(), "params": engine.scheduler_params()})
-    if text := about_rate(schedule, optimizer.config):
+    if text := rate_warning(schedule, optimizer.config):
         logger.warning("deepspeed-muon: %s", text)
-    if text := about_momentum(schedule):
+    if text := momentum_note(schedule):
         logger.info("deepspeed-muon: %s", text)
 
 
@@ -145,7 +161,7 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
-    """Warn if stage 3's sub-groups, which are stepped one after the other, have too few matrices for all ranks."""
+    """Warn if stage 3's sub-groups have too few matrices to keep all ranks busy. Sub-groups are stepped one by one."""
     plans = [plan.of_all for plan in optimizer.plans]
     groups = defaultdict[int, list[GlobalPlan]](list)
     for partition, plan in zip(optimizer.partitions, plans, strict=True):

@@ -20,7 +20,10 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 
 def tp_rank(engine: Any) -> tuple[int, int]:
-    """Return (this rank's number in its tensor-parallel group, size of the group); (0, 1) without one."""
+    """Return (this rank's index in its tensor-parallel group, size of that group).
+
+    Without tensor parallelism, return ``(0, 1)``.
+    """
     mpu = engine.mpu
     if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses calls its ranks model-parallel, too
         return 0, 1
@@ -28,22 +31,27 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 
 def note_tp_rank(engine: Any) -> None:
-    """Set (rank, size) of the tensor-parallel group on all parameters, because Megatron's marks lack the size."""
+    """Set an attribute on every parameter of the model: (index in the tensor-parallel group, size of the group).
+
+    The optimizer reads it there, because the attributes that Megatron sets on sharded parameters lack the size.
+    """
     found = tp_rank(engine)
     for param in engine.module.parameters():
         setattr(param, TP_RANK, found)
 
 
 def tp_group(engine: Any) -> Any:
-    """Return the tensor-parallel group of an engine that has one."""
+    """Return the process group for tensor parallelism. The engine must have tensor parallelism."""
     return bwc.bwc_tensor_model_parallel_group(engine.mpu)
 
 
 class Grid(NamedTuple):
-    """All ranks that train the same layers: a tensor-parallel group times a data-parallel group.
+    """All ranks that train the same layers: they form a grid of tensor-parallel times data-parallel ranks.
 
-    ``group``: the process group of all these ranks. ``lines``: for each tensor-parallel rank, the ranks within
-    ``group`` that share its parameters; for 2 x 2 ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
+    Attributes:
+        group: the process group of all ranks of the grid.
+        lines: for each tensor-parallel rank, which ranks within ``group`` hold its shards. For a 2 x 2 grid, for
+            example, ``(range(0, 4, 2), range(1, 4, 2))``.
     """
 
     group: Any
@@ -51,9 +59,11 @@ class Grid(NamedTuple):
 
 
 def grid_of(engine: Any) -> Grid | None:
-    """Return the grid to which this rank belongs; ``None`` without tensor parallelism. A collective.
+    """Return the :class:`Grid` of this rank; ``None`` without tensor parallelism. A collective.
 
-    Raises UnsupportedError on all ranks if the ranks of a data-parallel group are not evenly spaced in their grid.
+    Raises:
+        UnsupportedError: the ranks of a data-parallel group are not evenly spaced within their grid. All ranks raise
+            this.
     """
     _, size = tp_rank(engine)
     if size == 1:
@@ -78,19 +88,25 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return tensor-parallel group -> rank -> position of the rank among all ranks of the grid with this group.
+    """Return {tensor-parallel group: {rank: the rank's index in the grid}} for the :class:`Grid` of each group.
 
-    ``data``, ``tensor``: for each rank, the ranks of its data-parallel and its tensor-parallel group.
+    Args:
+        data: for each rank, the global ranks of its data-parallel group.
+        tensor: for each rank, the global ranks of its tensor-parallel group.
     """
     grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
     return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
 
 
 def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
-    """Return for each rank the positions of its data-parallel group in its grid; ``None`` if any is unevenly spaced.
+    """Return for each rank which ranks of its :class:`Grid` are in its data-parallel group, such as ``range(0, 4, 2)``.
 
-    ``data``, ``tensor``: for each rank, the ranks of its data-parallel and its tensor-parallel group.
-    ``positions``: from :func:`_positions`.
+    Return ``None`` if the ranks of any data-parallel group are not evenly spaced.
+
+    Args:
+        data: for each rank, the global ranks of its data-parallel group.
+        tensor: for each rank, the global ranks of its tensor-parallel group.
+        positions: the result of :func:`_positions`.
     """
     lines = []
     for line, row in zip(data, tensor, strict=True):
@@ -104,9 +120,9 @@ def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mappi
 
 
 def matrix_share(engine: Any, optimizer: MuonWithAuxAdam) -> int:
-    """Return the index of this rank's share of the model. Ranks with the same index have the same matrices.
+    """Return a number for the part of the model that this rank trains. Ranks with equal numbers have the same matrices.
 
-    A share is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a stage.
+    The part is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a stage.
     """
     rank, size = tp_rank(engine) if optimizer.config.tp_mode == "shard" else (0, 1)
     return optimizer.stage * size + rank

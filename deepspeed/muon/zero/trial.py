@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    """A small language model without attention, whose matrices have two shapes."""
+    """A small language model without attention. Its hidden layers have matrices of two shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,10 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the loss of predicting t + 1 from each token number t of ``text``, ``[batch, tokens]``."""
+        """Return the cross-entropy loss (0-D) of predicting, for each token t, the token t + 1.
+
+        ``text``: token numbers, ``[batch, tokens]``.
+        """
         x = self.tokens(text)
         for up, down in zip(self.up, self.down, strict=True):
             x = x + down(nn.functional.gelu(up(self.norm(x))))
@@ -63,49 +66,63 @@ class Model(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Return one rank's token numbers in one step, ``[ROWS, TOKENS]``; equal in every launch."""
+    """Return the token numbers, ``[ROWS, TOKENS]``, that a rank trains on in a step. They are the same in every run."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator, dtype=torch.int64, device="cpu")
 
 
-def survey(local: Facts) -> Facts | None:
-    """Run :func:`try_out` and record the collectives that all ranks call; a collective. ``local``: facts on this rank.
+def run_trial(local: Facts) -> Facts | None:
+    """Train in all :data:`CASES`, and check the order in which the ranks call collectives; a collective.
+
+    Args:
+        local: facts about this rank, which are only collected.
 
     Returns:
-        On rank 0: ``ranks``, a list of every rank's ``local``; ``trial``, the result of :func:`try_out`; ``calls``, the
-        number of recorded calls on all ranks; ``fault``, an order of calls in which NCCL could hang, or ``None``. On
-        other ranks ``None``.
+        ``None`` on other ranks than 0. On rank 0 a dict:
+
+        - ``ranks``: ``local`` of each rank.
+        - ``trial``: the result of :func:`train_all_cases`.
+        - ``calls``: how many collectives and messages the ranks called, in total.
+        - ``fault``: a text on an order of calls in which NCCL could hang; ``None`` if there is none.
     """
     is_joined, recorder = torch.distributed.is_initialized(), CollectiveRecorder()
     with recorder.recording():
-        trial = try_out()
+        trial = train_all_cases()
     ranks, recorders = gathered(local), gathered(recorder)
     is_first = torch.distributed.get_rank() == 0
     if not is_joined:
-        torch.distributed.destroy_process_group()  # the one that try_out has made
+        torch.distributed.destroy_process_group()  # the one that train_all_cases has made
     if not is_first:
         return None
     calls = sum(len(one.calls) + len(one.messages) for one in recorders)
     return {"ranks": ranks, "trial": trial, "calls": calls, "fault": first_fault(recorders)}
 
 
-def try_out() -> list[Facts]:
-    """Train once with each of :data:`CASES` on all ranks of this launch; a collective.
+def train_all_cases() -> list[Facts]:
+    """Train a small model for :data:`STEPS` steps in each of :data:`CASES`, on all ranks; a collective.
 
     Returns:
-        One dict for each case: ``name``; ``problem``, an error or a difference, or ``None``; ``error``, the largest
-        relative error of a weight's change, compared with one process on the same batches; ``loss``, [of the first
-        step, of the last step]; ``step_ms``, the slowest rank's median; ``sent_mb``, of the rank that sends most.
+        A dict for each case:
+
+        - ``name``: the case's key in :data:`CASES`.
+        - ``problem``: an error, or a difference from training in one process; ``None`` if there is none.
+        - ``error``: the largest error of any parameter's change, relative to its change in one process.
+        - ``loss``: [loss of the first step, loss of the last step] on rank 0; ``None`` if rank 0 failed.
+        - ``step_ms``: median time of a step on the slowest rank, in milliseconds.
+        - ``sent_mb``: megabytes that the rank which sends most sends in a step.
     """
     comm.init_distributed(timeout=timedelta(seconds=TIMEOUT_SECONDS))
     torch.manual_seed(0)  # the same weights on all ranks
     model = Model()
-    expected = _reference(copy.deepcopy(model), torch.distributed.get_world_size())
+    expected = _train_reference(copy.deepcopy(model), torch.distributed.get_world_size())
     return [{"name": name, **_case(zero, model, expected)} for name, zero in CASES.items()]
 
 
-def _reference(model: Model, world_size: int) -> dict[str, Tensor]:
-    """Train on the batches of all ranks in this process, without DeepSpeed; return name -> trained weight."""
+def _train_reference(model: Model, world_size: int) -> dict[str, Tensor]:
+    """Train the model in this process alone, on the batches of all ranks, without DeepSpeed.
+
+    Return {parameter name: trained weight on the CPU}.
+    """
     device = get_accelerator().current_device_name()
     model.to(device)
     optimizer = MuonWithAuxAdam(model.named_parameters(), model=model, **PARAMS)
@@ -129,7 +146,14 @@ def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Fa
 
 
 def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
-    """Train a copy of ``model`` in a new engine; return this rank's part of a case, see :func:`try_out`."""
+    """Train a copy of ``model`` in a new engine, and compare its weights with ``expected``.
+
+    Return this rank's values for a case of :func:`train_all_cases`, without ``name``.
+
+    Args:
+        zero: the section ``zero_optimization`` of the case.
+        expected: the result of :func:`_train_reference`.
+    """
     trained = copy.deepcopy(model)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -154,7 +178,7 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
             get_accelerator().synchronize()
             seconds.append(time.perf_counter() - began)
             losses.append(float(loss))
-        error, optimizer = max(_errors(trained, model, expected)), engine.basic_optimizer
+        error, optimizer = max(_relative_errors(trained, model, expected)), engine.basic_optimizer
         sent = sum(plan.sent_elements for plan in optimizer.plans) * optimizer.exchange.dtype.itemsize
     finally:
         engine.destroy()
@@ -167,8 +191,11 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
     }
 
 
-def _errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
-    """Yield each parameter's distance from ``expected``, relative to the change from ``model`` to ``expected``."""
+def _relative_errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
+    """Yield for each parameter the norm of (trained - expected), divided by the norm of (expected - initial).
+
+    ``model``: the model before training. ``expected``: {parameter name: weight}.
+    """
     from deepspeed.runtime.zero import GatheredParameters
 
     initial = dict(model.named_parameters())

@@ -28,7 +28,7 @@ from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero.checkpoint import compatibility, durable, manifest
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
-from deepspeed.muon.zero.nvme import saved_files
+from deepspeed.muon.zero.nvme import saved_swap_folder
 
 #: Patterns that match the state files of any DeepSpeed checkpoint.
 STATES = ("*model_states.pt", "*optim_states.pt")
@@ -282,7 +282,7 @@ class SafeFiles(CheckpointEngine):
             raise self.error
 
     def _place(self) -> None:
-        shutil.rmtree(saved_files(self.engine, self.folder), ignore_errors=True)
+        shutil.rmtree(saved_swap_folder(self.engine, self.folder), ignore_errors=True)
         for file, temporary in self.files.items():
             if file in self.placed:
                 durable.move(temporary, file)

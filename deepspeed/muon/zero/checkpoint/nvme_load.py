@@ -23,7 +23,7 @@ from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero.checkpoint.compatibility import loads_states
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
-from deepspeed.muon.zero.nvme import each_sub_group, saved_files, swapped_in
+from deepspeed.muon.zero.nvme import each_sub_group, saved_swap_folder, swapped_in
 
 _STAGE3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
 #: Methods that are replaced during a load.
@@ -107,7 +107,7 @@ def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) 
     if not is_swapped:
         return saved if uses_nvme and not misfit else None
     wrapper, optimizer = engine.optimizer, engine.basic_optimizer
-    read = partial(_whole, saved_files(engine, Path(load_dir, tag)))
+    read = partial(_whole, saved_swap_folder(engine, Path(load_dir, tag)))
     for index, numel in enumerate(wrapper.fp16_partitioned_groups_flat_numel):
         number = flats[index].ds_id
         flats[index] = read(flats[index], f"{number}", numel)

@@ -19,12 +19,15 @@ from deepspeed.muon.zero.wrappers.grad_norm import watch_norms
 
 
 class Adapter:
-    """All that ``zero/`` needs to know about the optimizer wrapper of an engine; each subclass serves one wrapper.
+    """The interface between this package and the optimizer wrapper of one engine, such as ``DeepSpeedZeroOptimizer``.
+
+    Each subclass serves one class of wrapper. It knows where the wrapper keeps weights and gradients, and replaces the
+    wrapper's methods that do not work with Muon.
 
     Attributes:
         MODULE, CLASS: module and name of the wrapper's class. A checkpoint records the name.
-        REPLACED: the wrapper's methods that are replaced for as long as the engine lives.
-        MORE_SEAMS: methods of other objects that are replaced.
+        REPLACED: names of the wrapper's methods that an adapter may replace.
+        MORE_SEAMS: methods of other classes that an adapter may replace.
     """
 
     MODULE: ClassVar[str]
@@ -44,18 +47,22 @@ class Adapter:
 
     @property
     def moved_states(self) -> list[str]:
-        """Return the names of the states that ``engine.offload_states()`` has moved and that are not back yet."""
+        """Return the kinds of state, such as ``"optim_states"``, that ``engine.offload_states()`` has moved to the CPU.
+
+        States that ``engine.reload_states()`` has brought back are left out.
+        """
         return sorted(kind.value for kind in getattr(self.wrapper, "offloaded_states", ()))
 
     @classmethod
     def seams(cls) -> list[Seam]:
-        """Return every method that this adapter may replace."""
+        """Return every method of DeepSpeed that this adapter may replace."""
         return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
-        """Make ``owner.name(...)`` call ``function(original, ...)``; ``owner`` is the wrapper by default.
+        """Make ``owner.name(...)`` call ``function(original, ...)``, where ``original`` is the method that is replaced.
 
-        The method must be one of :meth:`seams`.
+        ``owner``: the object whose method is replaced; the wrapper by default. The method must be listed in
+        :meth:`seams`.
         """
         owner = self.wrapper if owner is None else owner
         declared = [seam.path for seam in self.seams()]
@@ -63,8 +70,8 @@ class Adapter:
         assert any(path in declared for path in paths), f"{type(self).__name__} does not declare {name}"
         replace(owner, name, function)
 
-    def around(self, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter ``context()`` around every call of the wrapper's method ``name``."""
+    def wrap_method(self, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Make every call of the wrapper's method ``name`` run inside ``with context():``."""
 
         def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
             with context():
@@ -73,43 +80,48 @@ class Adapter:
         self.replace(name, call)
 
     def partitions(self) -> list[Partition]:
-        """Return the partitions: one per parameter group, at stage 3 one per sub-group."""
+        """Return a new :class:`Partition` for each parameter group, or at stage 3 for each of ZeRO's sub-groups."""
         raise NotImplementedError
 
     def sharded(self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any) -> Partition:
-        """Return the partition of parameter group ``index``, whose parameters ZeRO shards.
+        """Return a :class:`Partition` for parameters that ZeRO shards.
 
         Args:
-            tensor: this rank's flat fp32 tensor.
-            placements: parameter -> its placement in the flat tensors of all ranks.
-            ranks: the process group over which they are sharded.
+            index: the parameter group's index in the optimizer.
+            tensor: this rank's flat fp32 shard of the parameters.
+            placements: {parameter: where its elements lie in the flat shards of all ranks}.
+            ranks: the process group over which ZeRO shards the parameters.
         """
         shards = tuple(Shard(self.optimizer.specs[param], 0, placement) for param, placement in placements.items())
         return Partition(index, (tensor,), shards, ranks, comm.get_rank(ranks), comm.get_world_size(ranks))
 
     def prepare(self, group_count: int) -> None:
-        """Change what this wrapper would do wrong in a step with Muon, before the first step.
+        """Replace the wrapper's methods that would go wrong in a step with Muon. Call this once, before the first step.
 
-        Depending on the wrapper: use one loss scale on all ranks, disable stock's Muon, create states on NVMe, and take
-        part in the collectives for the norms of ``group_count`` parameter groups, the most that a pipeline stage has.
+        What is replaced depends on the wrapper, such as its loss scaling, its gradient norm or its creation of states
+        on NVMe.
+
+        Args:
+            group_count: the largest number of parameter groups in a pipeline stage. Stages with fewer groups still take
+                part in the collectives for the norms of that many groups.
         """
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a function that returns, when called in a step, whether that step's gradients are finite.
+        """Return a function to call during a step: it returns whether the step's gradients are finite on all ranks.
 
-        The answer is equal on all ranks. Call this method before :meth:`prepare`.
+        Call this method once, before :meth:`prepare`.
         """
         return watch_norms(self.replace)
 
     def patch_state_access(self) -> None:
-        """Make ``safe_get_*``, ``safe_set_*`` and ``engine.offload_states()`` work with Muon's state.
+        """Make DeepSpeed's ``safe_get_*``, ``safe_set_*`` and ``engine.offload_states()`` work with Muon's state.
 
-        They call methods of the wrapper, or methods that the wrapper put on the parameter.
+        These functions call methods of the wrapper, or methods that the wrapper has set on each parameter.
         """
         raise NotImplementedError
 
     def drop_gradients(self) -> None:
-        """Discard what micro-batches since the last step left: gradients in model and wrapper, logits for QK-clip."""
+        """Discard what micro-batches since the last step have accumulated: gradients, and logits for QK-clip."""
         self.has_backward = False
         self.engine.zero_grad()
         self.wrapper.zero_grad(set_to_none=True)
@@ -119,5 +131,8 @@ class Adapter:
             self.optimizer.qk_clip.watch.clear()
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield each partition while its tensors are in memory, not on NVMe; changes to them are kept."""
+        """Yield each :class:`Partition` of the optimizer, its tensors loaded from NVMe into memory if necessary.
+
+        The caller may change the tensors. The changes are written back to NVMe.
+        """
         return iter(self.optimizer.all_partitions)

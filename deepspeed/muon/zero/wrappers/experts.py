@@ -14,20 +14,27 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 
 def shard_group(engine: Any, group: Mapping[str, Any]) -> Any:
-    """Return the process group over which ZeRO shards a parameter group; at stage 0 its ranks hold the group whole.
+    """Return the process group over which ZeRO shards a parameter group.
 
-    It consists of all data-parallel ranks or, for experts, of the ranks that hold the same experts.
+    It consists of all data-parallel ranks or, for experts, of the ranks that hold the same experts. At stage 0 each of
+    these ranks holds the whole parameter group.
     """
     return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
 
 
-def with_names(params: Iterable[Any]) -> list[Any]:
-    """Name the unnamed groups in ``params`` by their index: DeepSpeed needs names to separate the groups of experts."""
+def with_group_names(params: Iterable[Any]) -> list[Any]:
+    """Return ``params`` with a name for each parameter group that has none: ``group0`` for the first, and so on.
+
+    DeepSpeed needs names to put experts into groups of their own.
+    """
     return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
 
 
 def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
-    """Return texts for the log: how many matrices are experts, one text for each number of ranks that share them."""
+    """Return phrases for the startup log, such as ``"8 of them are experts shared by 2 ranks"``.
+
+    There is one phrase for each number of ranks, and none without experts.
+    """
     counts: Counter[int] = Counter()
     for partition in optimizer.partitions:
         group = optimizer.param_groups[partition.index]
@@ -36,8 +43,8 @@ def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
     return [f"{count} of them are experts shared by {ranks} ranks" for ranks, count in counts.items()]
 
 
-def refuse_replaced(optimizer: MuonWithAuxAdam) -> None:
-    """Raise UnsupportedError if DeepSpeed replaced parameters after the script built the optimizer."""
+def refuse_replaced_parameters(optimizer: MuonWithAuxAdam) -> None:
+    """Raise UnsupportedError if DeepSpeed replaced parameters of the model after the script built the optimizer."""
     if any(param not in optimizer.specs for group in optimizer.param_groups for param in group["params"]):
         raise UnsupportedError(
             "DeepSpeed replaced parameters (AutoEP, AutoTP) after the optimizer was built, which does not know the new "

@@ -19,14 +19,16 @@ NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_
 
 
 def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed]:
-    """Record the norm of each group's gradient, which stages 1 to 3 reduce over all ranks before any update.
+    """Record the gradient norm of each parameter group during every step at stages 1 to 3.
 
-    Returns:
-        A function that returns whether the norms of the current step are finite, equal on all ranks. It raises
-        RuntimeError on all ranks if ZeRO computed no norm in this step.
+    ZeRO reduces these norms over all ranks before it updates any weight.
 
     Args:
-        replace: :meth:`Adapter.replace`.
+        replace: :meth:`Adapter.replace` of the engine's adapter.
+
+    Returns:
+        A function to call during a step. It returns whether all norms of this step are finite, equal on all ranks, and
+        raises RuntimeError on all ranks if ZeRO computed no norm.
     """
     # Not the combined norm: a non-finite group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
     norms: list[Any] = []
@@ -56,15 +58,22 @@ def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed
 
 
 def is_valid(norm: Any) -> bool:
-    """Return whether a gradient norm (a number or 0-D tensor) shows that the gradient is finite."""
+    """Return whether a gradient norm (a number or 0-D tensor) shows that the gradient is finite.
+
+    ZeRO reports a norm of -1 for a gradient that is not finite.
+    """
     return 0 <= float(norm) < math.inf  # ZeRO reports -1; comparisons with NaN are false
 
 
 def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
-    """Replace ``norm``, a group's gradient norm at stages 1 and 2: count the experts of all tensor-parallel ranks.
+    """Replace a method that returns a parameter group's gradient norm at stages 1 and 2, so that it counts all experts.
 
-    Under tensor parallelism DeepSpeed takes experts for replicas and counts only those of the first rank, but each rank
-    has its own part of them. The last of ``args`` is the list of the group's parameters.
+    Under tensor parallelism DeepSpeed takes the experts of different ranks for copies, and counts only the first ones.
+
+    Args:
+        wrapper: the ``DeepSpeedZeroOptimizer``.
+        norm: the original method.
+        args: the arguments of ``norm``, of which the last is the list of the group's parameters.
     """
     rank = wrapper.model_parallel_rank
     try:
@@ -75,9 +84,10 @@ def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
 
 
 def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace ``scaled_global_norm``: also take part in the norms of ``missing`` groups of other pipeline stages.
+    """Replace ``scaled_global_norm`` of the wrapper in a pipeline stage that has fewer parameter groups than others.
 
-    A stage without matrices, for example, has no Muon group; its part of that norm is zero.
+    Each group's norm is a collective over all stages. The replacement also joins the collectives of ``missing`` groups
+    that only other stages have, with a norm of zero. A stage without matrices, for example, has no group for Muon.
     """
     from deepspeed.runtime import utils
 
@@ -92,9 +102,9 @@ def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *ar
 
 
 def mark_gradients(params: Iterable[Tensor]) -> None:
-    """Copy two marks from parameters to their gradients, so that a norm over ranks counts every element once.
+    """Copy two attributes of parameters to their gradients, so that a norm over all ranks counts each element once.
 
-    ``model_parallel`` marks a tensor-parallel shard, ``ds_pipe_replicated`` a copy on another pipeline stage.
+    ``model_parallel`` is true for a tensor-parallel shard, ``ds_pipe_replicated`` for a copy on another pipeline stage.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 

@@ -16,15 +16,19 @@ FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000
 
 
 def is_fp16_autocast(engine: Any) -> bool:
-    """Return whether torch's autocast computes in fp16."""
+    """Return whether the engine runs the model under torch's autocast with fp16."""
     return engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
 
 
 def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> SimpleNamespace:
-    """Return a scaler that multiplies the loss by the scale by which ``FP16_UnfusedOptimizer`` divides gradients.
+    """Return a loss scaler for an fp16 model at stage 0, to be set as ``engine.torch_autocast_z0_gradscaler``.
 
-    It is for ``engine.torch_autocast_z0_gradscaler``, which the engine calls at stage 0; without it the engine scales
-    the loss only under ZeRO. ``replace`` is :meth:`Adapter.replace`.
+    The scaler multiplies the loss by the loss scale. Without it the engine would not scale the loss at stage 0,
+    although ``FP16_UnfusedOptimizer`` divides the gradients by the scale.
+
+    Args:
+        wrapper: the ``FP16_UnfusedOptimizer``.
+        replace: :meth:`Adapter.replace` of the engine's adapter.
     """
     config = wrapper.loss_scale_config
     updates: list[Callable[[], None]] = []
@@ -49,10 +53,10 @@ def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> Si
 
 
 def share_autocast_scale(engine: Any) -> None:
-    """Replace the ``GradScaler`` that stages 1 to 3 use for fp16 autocast by ZeRO's dynamic loss scaler.
+    """Under fp16 autocast at stages 1 to 3, replace torch's ``GradScaler`` by ZeRO's dynamic loss scaler.
 
-    A ``GradScaler`` decides per rank and per group whether to step, clips before it unscales, and is not checkpointed.
-    First scale and growth are torch's. An fp16 model keeps the loss scaler of the config's section ``fp16``.
+    A ``GradScaler`` may skip a step on some ranks only, clips gradients before it unscales them, and is not saved in
+    checkpoints. The new scaler starts and grows as torch's does. A model in fp16 keeps its loss scaler.
     """
     wrapper = engine.optimizer
     # In every engine: DeepSpeed's autocast flag is global, so engines after one with autocast get a GradScaler as well.
@@ -75,9 +79,9 @@ def share_autocast_scale(engine: Any) -> None:
 
 @contextmanager
 def keeping_scaler_class(wrapper: Any) -> Iterator[None]:
-    """Keep the wrapper's loss scaler if a checkpoint that is loaded inside this context has one of another class.
+    """Keep the wrapper's own loss scaler while a checkpoint is loaded inside this context.
 
-    It has one if the saved run used another precision.
+    A checkpoint of a run in another precision has a loss scaler of another class, which is then ignored.
     """
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}

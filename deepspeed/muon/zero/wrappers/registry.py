@@ -16,7 +16,13 @@ ADAPTERS: dict[str, type[Adapter]] = {adapter.CLASS: adapter for adapter in (Sta
 
 
 def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
-    """Return the adapter for the wrapper that the engine put around ``optimizer``; raise UnsupportedError if none."""
+    """Return a new adapter for the wrapper that DeepSpeed put around ``optimizer``.
+
+    Without a wrapper the adapter is a :class:`Plain`.
+
+    Raises:
+        UnsupportedError: no adapter serves this class of wrapper.
+    """
     if engine.optimizer is optimizer:
         return Plain(engine, optimizer)
     name = type(engine.optimizer).__name__

@@ -23,9 +23,10 @@ from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast, unfused_sc
 
 
 class Stage0(Adapter):
-    """Adapter for ``FP16_UnfusedOptimizer``, with which the optimizer updates fp32 clones of 16-bit parameters.
+    """The adapter for ``FP16_UnfusedOptimizer``, which DeepSpeed uses at stage 0 for 16-bit models.
 
-    Clones lack the parameters' attributes; a clone and its parameter have the same index in their group.
+    The optimizer updates fp32 clones of the model's parameters. A clone has the same index in its parameter group as
+    the parameter, but not the parameter's attributes.
     """
 
     MODULE, CLASS = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"
@@ -33,11 +34,11 @@ class Stage0(Adapter):
     MORE_SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients"),)
 
     def params(self, index: int) -> list[Any]:
-        """Return the model's parameters in group ``index``, in the order of the tensors that the optimizer updates."""
+        """Return the model's parameters in parameter group ``index``, in the order of the optimizer's fp32 clones."""
         return list(self.wrapper.fp16_groups[index])
 
     def partitions(self) -> list[Partition]:
-        """Return one partition per group, with whole tensors."""
+        """Return a :class:`Partition` for each parameter group. Its tensors are whole parameters."""
         result = []
         for index, group in enumerate(self.optimizer.param_groups):
             ranks = shard_group(self.engine, group)
@@ -47,10 +48,10 @@ class Stage0(Adapter):
         return result
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a function that checks the wrapper's gradient norm or, if that is not enough, the gradients.
+        """Return a function that returns, during a step, whether the gradients are finite on all ranks.
 
-        Ranks have the same gradients, except for experts, pipeline stages and tensor-parallel parts: then they must
-        agree. Before DeepSpeed 0.19.8 the wrapper steps with an infinite norm if all elements are finite.
+        The function checks the wrapper's gradient norm, or each gradient if the norm does not suffice. It is a
+        collective only if ranks have different gradients: with experts, pipeline stages or tensor parallelism.
         """
         engine, wrapper, is_finite = self.engine, self.wrapper, self.optimizer.has_finite_gradients
         if engine.has_moe_layers or engine.pipeline_parallelism:
@@ -62,20 +63,25 @@ class Stage0(Adapter):
         return lambda: agreed(is_finite(), is_common=True)
 
     def prepare(self, group_count: int) -> None:
-        """Scale the loss in fp16; under tensor parallelism and in a pipeline, correct the wrapper's gradient norm.
+        """Make the engine scale the loss in fp16; with tensor parallelism or a pipeline, correct the gradient norm.
 
-        The wrapper computes it from gradients, which lack the marks that tell which ranks share a parameter, and in
-        one collective per group over all stages, which a stage with fewer groups would not join.
+        The wrapper computes this norm wrongly, because gradients lack the attributes that tell which ranks share a
+        parameter. It also calls a collective for each parameter group, and pipeline stages may have different numbers
+        of groups.
         """
         if tp_rank(self.engine)[1] > 1 or self.engine.pipeline_parallelism:
             missing_groups = group_count - len(self.optimizer.param_groups)
-            self.around("step", partial(self._with_all_norms, missing_groups))
+            self.wrap_method("step", partial(self._with_all_norms, missing_groups))
         if self.wrapper.loss_scale_config.use_grad_scaling:
             self.engine.torch_autocast_z0_gradscaler = unfused_scaler(self.wrapper, self.replace)
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
-        """Mark the gradients, and add ``missing_groups`` groups with zero gradients while the context lasts."""
+        """Let the wrapper compute a correct gradient norm inside this context.
+
+        Copy the parameters' attributes to the gradients (:func:`mark_gradients`), and add ``missing_groups`` parameter
+        groups with zero gradients to the wrapper. They are removed when the context ends.
+        """
         mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
             for groups in (self.wrapper.fp16_groups, self.wrapper.fp32_groups):
@@ -88,14 +94,14 @@ class Stage0(Adapter):
 
     @torch.no_grad()
     def publish_weights(self) -> None:
-        """Copy the tensors that the optimizer updates to the model's parameters."""
+        """Copy the fp32 clones that the optimizer updates into the model's parameters, as after a load."""
         for index, group in enumerate(self.optimizer.param_groups):
             for param, master in zip(self.params(index), group["params"], strict=True):
                 if param is not master:
                     param.copy_(master)
 
     def patch_state_access(self) -> None:
-        """Give each parameter the methods that ``safe_get_*`` and ``safe_set_*`` call."""
+        """Set on each parameter of the model the methods that DeepSpeed's ``safe_get_*`` and ``safe_set_*`` call."""
         for index, group in enumerate(self.optimizer.param_groups):
             for param, master in zip(self.params(index), group["params"], strict=True):
                 whole = _Whole(self.optimizer, master)
@@ -105,24 +111,27 @@ class Stage0(Adapter):
 
 
 class Plain(Stage0):
-    """Adapter for an engine without a wrapper, whose optimizer updates the model's parameters themselves."""
+    """The adapter for an engine without an optimizer wrapper: the optimizer updates the model's parameters directly."""
 
     MODULE, CLASS = "deepspeed.muon.optimizer", "MuonWithAuxAdam"
     REPLACED = ()
 
     def params(self, index: int) -> list[Any]:
-        """Return the parameters of group ``index``."""
+        """Return the parameters of parameter group ``index``."""
         return self.optimizer.param_groups[index]["params"]
 
     def prepare(self, group_count: int) -> None:
-        """Make checkpoints include the scaler of fp16 autocast; clip a pipeline by the norm of all its stages."""
+        """Let checkpoints include the ``GradScaler`` of fp16 autocast.
+
+        In a pipeline, also clip gradients by their norm over all stages instead of this stage's.
+        """
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
         is_fp16 = is_fp16_autocast(self.engine)
         self.optimizer.saved_form.scaler = self.engine.torch_autocast_z0_gradscaler if is_fp16 else None
 
     def _clip_by_the_whole_norm(self) -> None:
-        """Clip the gradients by their norm over all stages, as at stage 1; ``step`` handles a non-finite one."""
+        """Clip the gradients by their norm over all pipeline stages. A norm that is not finite is left to ``step``."""
         from deepspeed.runtime.utils import get_weight_norm
 
         params = [param for param in self.engine.module.parameters() if param.grad is not None]
@@ -133,9 +142,10 @@ class Plain(Stage0):
 
 
 class _Whole:
-    """What ``safe_get_*`` and ``safe_set_*`` call to access a parameter that every rank holds whole.
+    """Access to the weights and optimizer state of one parameter of which every rank holds the whole.
 
-    Pickling or copying it drops the optimizer, as a pickled or copied model has none; it then returns ``None``.
+    DeepSpeed's ``safe_get_*`` and ``safe_set_*`` call its methods. A pickled or copied instance has no optimizer: its
+    ``get`` returns ``None``, and its ``set`` does nothing.
     """
 
     def __init__(self, optimizer: Any = None, master: Any = None) -> None:

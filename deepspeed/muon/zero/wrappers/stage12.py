@@ -31,18 +31,20 @@ from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
 
 
 class Flat(Adapter):
-    """Base of the adapters for stages 1 and 2: their layout, and access to the state of a parameter."""
+    """The base of the adapters for ZeRO stages 1 and 2, whose wrappers flatten each parameter group into one tensor."""
 
     def flat_partitions(
         self, groups: list[list[Any]], offsets: list[list[int]], flats: list[Tensor], masters: list[Tensor]
     ) -> list[Partition]:
-        """Return one partition per group.
+        """Return a :class:`Partition` for each parameter group.
+
+        All lists have one item for each group.
 
         Args:
-            groups: each group's parameters, in the order in which they were flattened.
-            offsets: for each group, the index in its flat tensor at which each parameter begins.
-            flats: each group's flat tensor, whole.
-            masters: this rank's partition of each, in fp32.
+            groups: the group's parameters, in the order in which they were flattened.
+            offsets: the index at which each of these parameters begins in the flat tensor.
+            flats: the group's flat tensor with all elements.
+            masters: this rank's fp32 part of the flat tensor.
         """
         result = []
         for index, (params, starts, flat, master) in enumerate(zip(groups, offsets, flats, masters, strict=True)):
@@ -53,16 +55,17 @@ class Flat(Adapter):
         return result
 
     def patch_state_access(self) -> None:
-        """Link parameters to their state now, and again whenever DeepSpeed has replaced the tensors of the state.
+        """Link parameters to their state now, and again whenever DeepSpeed replaces the state's tensors (:meth:`link`).
 
-        DeepSpeed links them only once, after the first step. Also set ``_param_slice_mappings``, which tells its
-        converter where parameters lie in this rank's tensors: DeepSpeed's own value assumes the original order.
+        DeepSpeed links them only once, after the first step. Also correct the wrapper's ``_param_slice_mappings``, in
+        which a checkpoint records where each parameter lies in this rank's tensors: DeepSpeed ignores
+        ``round_robin_gradients``.
         """
         from deepspeed.utils.tensor_fragment import fragment_address
 
         for name in ("load_state_dict", "offload_states", "reload_states"):
             if name in self.REPLACED:  # BF16_Optimizer has no offload_states
-                self.around(name, self._moving)
+                self.wrap_method(name, self._relinking)
         self.link()
         self.wrapper._param_slice_mappings = [
             {shard.spec.name: fragment_address(stop - start, at) for shard, start, stop, at in partition.pieces()}
@@ -70,14 +73,17 @@ class Flat(Adapter):
         ]
 
     @contextmanager
-    def _moving(self) -> Iterator[None]:
-        """Free temporary buffers before a load or a move of states, and link parameters to their state again after."""
+    def _relinking(self) -> Iterator[None]:
+        """Link parameters to their state again (:meth:`link`) after a load or move of the state inside this context.
+
+        Free the optimizer's scratch memory before.
+        """
         self.optimizer.workspace.clear()
         yield
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
 
     def link(self) -> None:
-        """Link each parameter to its parts of the current fp32 weights and state tensors."""
+        """Link each parameter to its fragments of the fp32 weights and of the optimizer state, for ``safe_get_*``."""
         wrapper = self.wrapper
         if getattr(wrapper, "round_robin_gradients", False):
             # DeepSpeed looks up round-robin positions only in groups with padding between parameters: pretend there is.
@@ -96,11 +102,11 @@ class Flat(Adapter):
             for shard, start, stop, position in partition.pieces():
                 tensor = partition.tensors[shard.tensor]
                 if CODES in self.optimizer.state[tensor]:
-                    _link_codes(self.optimizer, params[shard.spec.name], slice(start, stop), tensor, position)
+                    _link_int8_momentum(self.optimizer, params[shard.spec.name], slice(start, stop), tensor, position)
 
 
 class Stage12(Flat):
-    """Adapter for ``DeepSpeedZeroOptimizer``."""
+    """The adapter for ``DeepSpeedZeroOptimizer``, the usual wrapper at ZeRO stages 1 and 2."""
 
     MODULE, CLASS = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
     REPLACED = (
@@ -110,7 +116,10 @@ class Stage12(Flat):
     )
 
     def partitions(self) -> list[Partition]:
-        """Return one partition per group, with parameters in the order that ``round_robin_gradients`` gave them."""
+        """Return a :class:`Partition` for each parameter group.
+
+        Its parameters have the order in which ``round_robin_gradients`` arranged them.
+        """
         wrapper = self.wrapper
         return self.flat_partitions(
             wrapper.round_robin_bit16_groups,
@@ -120,17 +129,17 @@ class Stage12(Flat):
         )
 
     def prepare(self, group_count: int) -> None:
-        """Keep DeepSpeed from running stock's Muon, and correct gradients and norms as the layout requires.
+        """Keep DeepSpeed from running its own Muon, and correct the wrapper's gradients and gradient norms.
 
-        Stock's Muon runs if a parameter is tagged ``use_muon`` and the optimizer's class name contains "muon". This
-        wrapper checks both only while it builds a partition's flat gradient. (Stage 3 and ``BF16_Optimizer`` check for
-        stock's class.) Each group's norm is a collective over the pipeline, whose stages may lack a Muon group.
+        DeepSpeed runs its own Muon on parameters with ``use_muon`` if the name of the optimizer's class contains
+        "muon". Under CPU offload, gradients are missing (:meth:`_with_complete_gradients`). The norms are wrong for
+        experts under tensor parallelism, and hang in pipelines whose stages have different numbers of parameter groups.
         """
         share_autocast_scale(self.engine)
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
         if self.wrapper.cpu_offload:
-            self.around("step", self._with_own_gradients)
+            self.wrap_method("step", self._with_complete_gradients)
         if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
             for name in NORM_METHODS:
                 self.replace(name, partial(with_all_experts, self.wrapper))
@@ -138,11 +147,11 @@ class Stage12(Flat):
             self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 
     @contextmanager
-    def _with_own_gradients(self) -> Iterator[None]:
-        """Add, before a step, the gradients that DeepSpeed leaves out under CPU offload; set all to zero after it.
+    def _with_complete_gradients(self) -> Iterator[None]:
+        """Run a step inside this context with the gradients that DeepSpeed leaves out under CPU offload.
 
-        DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. Gradients that no
-        backward overwrites would act again in the next step.
+        DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. After the step, set all
+        gradients to zero, because those that no backward overwrites would act again in the next step.
         """
         wrapper = self.wrapper
         if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
@@ -154,33 +163,42 @@ class Stage12(Flat):
             buffer.zero_()
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a check of the norms or, if ``compute_grad_norm: false`` leaves no norm, of the gradients."""
+        """Return a function that returns, during a step, whether the gradients are finite on all ranks.
+
+        It checks the gradient norms or, with ``compute_grad_norm: false``, the gradients themselves.
+        """
         if getattr(self.wrapper, "compute_grad_norm", True):
             return super().watch_gradients()
-        self.around("step", self._with_a_look_at_gradients)
+        self.wrap_method("step", self._with_gradient_check)
         return lambda: self._are_finite
 
     @contextmanager
-    def _with_a_look_at_gradients(self) -> Iterator[None]:
-        """Check all gradients before the step updates the first group and discards its gradients; a collective."""
+    def _with_gradient_check(self) -> Iterator[None]:
+        """Check whether all gradients are finite before a step discards any of them; a collective.
+
+        The context encloses the step. The result is kept for the function that :meth:`watch_gradients` returns.
+        """
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
 
     def drop_gradients(self) -> None:
-        """Discard gradients, and reset the counter of micro-batches, so that the next one overwrites the sum."""
+        """Discard all gradients, and reset the wrapper's counter of micro-batches.
+
+        The next micro-batch then overwrites the accumulated gradients instead of adding to them.
+        """
         super().drop_gradients()
         self.wrapper.micro_step_id = -1  # DeepSpeed increments it before the first micro-batch
 
 
 class Bf16(Flat):
-    """Adapter for ``BF16_Optimizer``."""
+    """The adapter for ``BF16_Optimizer``, which DeepSpeed uses for bf16 models at stage 1 with fp32 gradients."""
 
     MODULE, CLASS = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
     REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
 
     def partitions(self) -> list[Partition]:
-        """Return one partition per group, in which the parameters follow each other without padding."""
+        """Return a :class:`Partition` for each parameter group. Its parameters follow each other without padding."""
         wrapper, offsets = self.wrapper, []
         for params in wrapper.bf16_groups:
             ends = accumulate(param.numel() for param in params)
@@ -190,24 +208,25 @@ class Bf16(Flat):
         )
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a check of the global gradient norm that the wrapper stores."""
+        """Return a function that returns, during a step, whether the global gradient norm is finite."""
         return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)
 
     def patch_state_access(self) -> None:
-        """Patch as for all flat wrappers; also save the key by which ``zero_to_fp32`` recognizes a ZeRO checkpoint.
+        """Link parameters to their state (:meth:`Flat.link`), and add the key ``zero_stage`` to saved states.
 
-        The key says stage 1, because the layout is the same.
+        ``zero_to_fp32`` recognizes ZeRO checkpoints by this key. Its value is 1, because the layout is that of stage 1.
         """
         super().patch_state_access()
         self.replace("state_dict", lambda state_dict: {"zero_stage": 1, **state_dict()})
 
 
-def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
-    """Make ``safe_get_*`` and ``safe_set_*`` read and write an int8 momentum of ``param`` as fp32 values.
+def _link_int8_momentum(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
+    """Make ``safe_get_*`` and ``safe_set_*`` decode and encode the int8 momentum of ``param``. Users see fp32 values.
 
     Args:
-        part: the elements of the parameter that this rank holds.
-        tensor: the flat tensor that holds them, from ``position`` on.
+        part: the elements of the flattened parameter that this rank holds.
+        tensor: this rank's flat tensor of the parameter group.
+        position: index in ``tensor`` at which ``part`` begins.
     """
 
     def get(original: Callable, optim_state_key: str | None = None) -> Tensor:
@@ -226,7 +245,10 @@ def _link_codes(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Ten
 
 
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace ``get_flat_partition``: call it while the parameters' ``use_muon`` tags are hidden, whoever set them."""
+    """Replace ``get_flat_partition``: call the original while the attribute ``use_muon`` is hidden on all parameters.
+
+    DeepSpeed would otherwise run its own Muon on parameters with this attribute.
+    """
     hidden = [(param, vars(param).pop(TAG)) for param in tensor_list if TAG in vars(param)]
     try:
         return get_flat_partition(tensor_list, *args, **kwargs)

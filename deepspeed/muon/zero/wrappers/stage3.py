@@ -31,7 +31,7 @@ _SWAP, _SWAP_OUT = "deepspeed.runtime.swap_tensor", "OptimizerSwapper.swap_out_o
 
 
 class Stage3(Adapter):
-    """Adapter for ``DeepSpeedZeroOptimizer_Stage3``."""
+    """The adapter for ``DeepSpeedZeroOptimizer_Stage3``, the wrapper at ZeRO stage 3."""
 
     MODULE, CLASS = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
     REPLACED = (
@@ -45,7 +45,7 @@ class Stage3(Adapter):
     )
 
     def partitions(self) -> list[Partition]:
-        """Return one partition per sub-group."""
+        """Return a :class:`Partition` for each of ZeRO's sub-groups."""
         wrapper, result = self.wrapper, []
         for index, params in enumerate(wrapper.fp16_groups):
             placements, base = {}, 0
@@ -57,12 +57,12 @@ class Stage3(Adapter):
         return result
 
     def prepare(self, group_count: int) -> None:
-        """Share one loss scale; with NVMe, create the files of all states, filled with zeros.
+        """Correct the wrapper's loss scale and gradients; with NVMe, also create the files of all states, with zeros.
 
-        With ``save_muon_momentum_buffer_in_memory`` the momentum stays in memory.
+        With ``save_muon_momentum_buffer_in_memory`` the momentum stays in memory instead.
         """
         share_autocast_scale(self.engine)
-        self.around("step", self._with_own_gradients)
+        self.wrap_method("step", self._with_complete_gradients)
         wrapper, optimizer = self.wrapper, self.optimizer
         if not self.is_swapped:
             return
@@ -77,11 +77,12 @@ class Stage3(Adapter):
                         optimizer.state[flat][key].swappable = False  # type: ignore[attr-defined]
 
     @contextmanager
-    def _with_own_gradients(self) -> Iterator[None]:
-        """Add, before a step, the gradients that DeepSpeed leaves out; set all gradients to zero after it.
+    def _with_complete_gradients(self) -> Iterator[None]:
+        """Run a step inside this context with the gradients that DeepSpeed leaves out under offload.
 
-        With offload DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. Gradients
-        that no backward overwrites, in buffers or in files on NVMe, would act again in the next step.
+        DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. After the step, set all
+        gradients to zero, in memory and on NVMe, because those that no backward overwrites would act again in the next
+        step.
         """
         wrapper = self.wrapper
         if wrapper.offload_optimizer:
@@ -100,13 +101,19 @@ class Stage3(Adapter):
             nvme.forget_gradients(wrapper)
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield each sub-group's partition, read from NVMe if necessary; changes also reach the model's weights."""
+        """Yield the :class:`Partition` of each sub-group, its tensors loaded from NVMe into memory if necessary.
+
+        The caller may change the weights. The changes are copied to the model's parameters and written back to NVMe.
+        """
         found = {partition.tensors[0]: partition for partition in self.optimizer.all_partitions}
         for _, flat in nvme.each_sub_group(self.wrapper):
             yield found[flat]
 
     def patch_state_access(self) -> None:
-        """Make ``safe_get_*``, ``safe_set_*`` and ``offload_states`` work with Muon's state: replace what they call."""
+        """Make DeepSpeed's ``safe_get_*``, ``safe_set_*`` and ``offload_states`` work with Muon's state.
+
+        Each of the wrapper's methods that they call is replaced. With NVMe, saving is replaced as well.
+        """
         self.replace("set_full_hp_param", self._set_full)
         self.replace("set_local_hp_param", self._set_local)
         self.replace("_get_fp32_opt_state_partition", self._get_local)
@@ -115,16 +122,23 @@ class Stage3(Adapter):
         if self.is_swapped:
             # The wrapper saves its weights outside the optimizer's state dict, where torch's hooks do not see them.
             self.replace("state_dict", self._save_weights)
-            self.optimizer.saved_form.read = partial(nvme.as_mapped, self.wrapper)
+            self.optimizer.saved_form.read = partial(nvme.mapped_if_swapped, self.wrapper)
 
     def _save_weights(self, original: Callable) -> dict[str, Any]:
-        """Replace ``state_dict``: include fp32 weights from NVMe, so that one file has everything of a rank."""
+        """Replace the wrapper's ``state_dict``: include the fp32 weights that lie in files on NVMe."""
         saved = original()
-        saved["fp32_flat_groups"] = [nvme.as_mapped(self.wrapper, flat, flat) for flat in saved["fp32_flat_groups"]]
+        saved["fp32_flat_groups"] = [
+            nvme.mapped_if_swapped(self.wrapper, flat, flat) for flat in saved["fp32_flat_groups"]
+        ]
         return saved
 
     def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        """Replace ``set_full_hp_param``, which fails if the ranks cannot divide the parameter evenly."""
+        """Replace the wrapper's ``set_full_hp_param``, which fails if ranks hold parts of different sizes.
+
+        Args:
+            value: the new values of the whole parameter.
+            optim_state_key: which optimizer state to set; ``None`` sets the fp32 weights.
+        """
         if not param.requires_grad:
             return
         if value.numel() != param.ds_numel:
@@ -137,7 +151,12 @@ class Stage3(Adapter):
         self.wrapper.set_local_hp_param(padded, param, optim_state_key)
 
     def _set_local(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        """Replace ``set_local_hp_param``: wait for pipelined writes to NVMe, and encode an int8 momentum."""
+        """Replace the wrapper's ``set_local_hp_param``, so that it works with NVMe and with an int8 momentum.
+
+        Args:
+            value: the new values of this rank's part of the parameter.
+            optim_state_key: which optimizer state to set; ``None`` sets the fp32 weights.
+        """
         if not param.requires_grad:
             return
         index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
@@ -152,7 +171,10 @@ class Stage3(Adapter):
     def _get_local(
         self, original: Callable, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[Tensor, int]:
-        """Replace ``_get_fp32_opt_state_partition``, which every getter calls: decode an int8 momentum."""
+        """Replace the wrapper's ``_get_fp32_opt_state_partition``, which all getters call: decode an int8 momentum.
+
+        Return (this rank's part of the fp32 weights or optimizer state, index of the sub-group).
+        """
         index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
         flat = self.wrapper.fp32_partitioned_groups_flat[index]
         if optim_state_key in self.optimizer.state[flat] or optim_state_key not in self.optimizer.state_keys(flat):
@@ -167,7 +189,10 @@ class Stage3(Adapter):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Replace ``offload_states``, which moves weights and states of DeepSpeed's fused Adam only: move ours, too."""
+        """Replace the wrapper's ``offload_states``, which does not move the states of this optimizer: move them as well.
+
+        ``move``: the original method. The other arguments are those of ``engine.offload_states()``.
+        """
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
         for kind, tensors in self._movable().items():

@@ -26,10 +26,15 @@ Placements = Mapping[str, Placement]
 
 
 def partitions_over_tp(adapter: Adapter, grid: Grid | None) -> list[Partition]:
-    """Return the adapter's partitions; those of Muon groups span all ranks of ``grid``. A collective.
+    """Return the partitions of the adapter, extended over the tensor-parallel ranks; a collective.
+
+    In the :class:`Partition` of a Muon group, the shards of a parameter on several tensor-parallel ranks are planned as
+    one matrix, which all ranks of ``grid`` share. AdamW groups, experts, and ``tp_mode: shard`` are not changed, nor is
+    anything if ``grid`` is ``None``.
 
     Raises:
-        UnsupportedError: a sub-group has different parameters on some ranks; raised on all ranks.
+        UnsupportedError: a stage-3 sub-group has different parameters on some ranks, or tensor parallelism splits
+            experts.
     """
     optimizer, partitions = adapter.optimizer, adapter.partitions()
     if grid is None or optimizer.config.tp_mode == "shard":
@@ -43,7 +48,7 @@ def partitions_over_tp(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     mine = [{shard.spec.name: shard.placement for shard in partition.shards} for partition in dense]
     placements_by_tp_rank = gathered(mine, group)
     specs = {spec.name: spec for spec in optimizer.specs.values()}
-    if not _are_alike(placements_by_tp_rank, specs):
+    if not _hold_same_parameters(placements_by_tp_rank, specs):
         raise UnsupportedError(
             "deepspeed-muon does not support this engine: zero_optimization.sub_group_size forms different "
             "sub-groups on the ranks of a tensor-parallel group; write a larger sub_group_size"
@@ -60,7 +65,10 @@ def partitions_over_tp(adapter: Adapter, grid: Grid | None) -> list[Partition]:
 
 
 def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
-    """Raise UnsupportedError if tensor parallelism split matrices of experts."""
+    """Raise UnsupportedError if tensor parallelism splits a matrix of an expert.
+
+    ``experts``: the partitions of parameter groups that hold experts.
+    """
     specs = [shard.spec for partition in experts for shard in partition.shards]
     if cut := [spec.name for spec in specs if spec.use_muon and spec.sharding]:
         raise UnsupportedError(
@@ -69,11 +77,17 @@ def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
         )
 
 
-def _are_alike(placements_by_tp_rank: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]) -> bool:
+def _hold_same_parameters(
+    placements_by_tp_rank: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]
+) -> bool:
     """Return whether all tensor-parallel ranks have the same parameters in each partition, in the same order.
 
-    A rank may lack parameters of which it holds no part. ``placements_by_tp_rank``: for each tensor-parallel rank, a
-    list with the placements of each partition's parameters.
+    A parameter of which a rank holds no element may be absent on that rank.
+
+    Args:
+        placements_by_tp_rank: for each tensor-parallel rank, a list with {parameter name: placement} for each
+            partition.
+        specs: {parameter name: its matrices and how it is sharded}.
     """
     if len({len(partitions) for partitions in placements_by_tp_rank}) > 1:
         return False
@@ -89,10 +103,13 @@ def _are_alike(placements_by_tp_rank: Sequence[Sequence[Placements]], specs: Map
 def _spanning_grid(
     grid: Grid, local: Partition, placements_by_tp_rank: Sequence[Placements], specs: Mapping[str, MatrixSpec]
 ) -> Partition:
-    """Return this rank's partition ``local``, replanned for all ranks of ``grid``.
+    """Return the partition ``local`` of this rank, extended to all ranks of ``grid``.
 
-    Its parameters are the tensor-parallel shards of whole matrices. ``placements_by_tp_rank``: for each tensor-parallel
-    rank, the placements of its parameters in the same partition.
+    In the result, a parameter's shards on all tensor-parallel ranks are planned as one matrix.
+
+    Args:
+        placements_by_tp_rank: for each tensor-parallel rank, {parameter name: placement} in the same partition.
+        specs: {parameter name: its matrices and how it is sharded}.
     """
     rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
     t = next(t for t, line in enumerate(grid.lines) if rank in line)

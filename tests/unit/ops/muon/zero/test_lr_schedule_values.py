@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.zero.scheduler_section import about_rate, read_schedule
+from deepspeed.muon.zero.scheduler_section import rate_warning, read_schedule
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import Mlp, train_engine
@@ -165,7 +165,7 @@ def test_what_a_schedule_describes(maximum: Any, params: dict[str, float], expec
 )
 def test_the_rate_that_a_schedule_replaces_is_the_one_it_describes(params: dict[str, float], named: str) -> None:
     config = parse(params)
-    text = about_rate(read_schedule({"type": "WarmupLR", "params": WARMUP}), config)
+    text = rate_warning(read_schedule({"type": "WarmupLR", "params": WARMUP}), config)
     assert f"overrides optimizer.params.{named}" in text if named else text == ""
     assert not named or named.endswith(f" {config.reference_lr};")
 

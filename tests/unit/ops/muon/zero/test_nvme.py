@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed.muon.zero.nvme import buffers_needed, threshold
+from deepspeed.muon.zero.nvme import buffers_needed, swap_threshold
 from helpers.engine_state import differing, named_states
 from helpers.models import train_engine
 from helpers.nvme import Wide, files_of, nvme_config, nvme_engine, run, weights_of
@@ -275,4 +275,4 @@ def test_blocks_larger_than_a_mebibyte_raise_the_size_of_what_is_swapped() -> No
     sizes = [({"use_muon": True}, [2**19]), ({"use_muon": False}, [2**18])]
     for block, bytes_, needed in ((2**10, 2**20, 4), (2**20, 2**20, 4), (2**21, 2**21, 3), (2**22, 2**22, 1)):
         config = SimpleNamespace(aio_config={"block_size": block}, zero_config=zero)
-        assert threshold(config) == bytes_ and buffers_needed(config, sizes) == needed
+        assert swap_threshold(config) == bytes_ and buffers_needed(config, sizes) == needed

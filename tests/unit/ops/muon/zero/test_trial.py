@@ -32,7 +32,7 @@ def tried(names: list[str], wrong: str = "") -> list[dict[str, Any]]:
 
     changed: dict[str, dict[str, Any]] = {"": {}, "raises": {"_train": broken}, "batches": {"batch": other_batch}}
     with mock.patch.multiple(trial, CASES={name: trial.CASES[name] for name in names}, **changed[wrong]):
-        return trial.try_out()
+        return trial.train_all_cases()
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
@@ -84,7 +84,7 @@ def reported(folder: str, version: str | None = None, inverts: bool = False) -> 
 
     names: dict[str, Any] = {"CASES": {} if version else {"stage 3": trial.CASES["stage 3"]}}
     if inverts:
-        names = {"try_out": lambda: inverted() or []}
+        names = {"train_all_cases": lambda: inverted() or []}
     own = report._versions() | ({"torch": version} if version and dist.get_rank() == 1 else {})
     out = io.StringIO()
     with (
@@ -124,7 +124,7 @@ def test_ranks_that_differ_are_named(tmp_path: Path) -> None:
 
 
 def surveyed() -> tuple[bool, bool]:
-    """Whether a process group is there after a survey, on a rank without and with one before."""
+    """Whether a process group is there after a trial, on a rank without and with one before."""
     import torch.distributed as dist
 
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # it serves inference, and would be compiled
@@ -133,7 +133,7 @@ def surveyed() -> tuple[bool, bool]:
         for before in (False, True):
             if before:
                 dist.init_process_group("gloo")
-            trial.survey({})
+            trial.run_trial({})
             found.append(dist.is_initialized())
     return found[0], found[1]
 
