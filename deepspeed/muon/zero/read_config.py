@@ -298,7 +298,7 @@ def is_optimizer(name: str) -> bool:
 
 
 def _is_ds_config(section: Mapping[str, Any]) -> bool:
-    """Return whether an object has a key that marks a ds_config: ``zero_optimization``, or ``optimizer`` with a ``type``."""
+    """Return whether an object has a key that marks it as a ds_config: ``zero_optimization``, or ``optimizer.type``."""
     optimizer = section.get("optimizer")
     has_optimizer = isinstance(optimizer, Mapping) and "type" in optimizer
     return isinstance(section.get("zero_optimization"), Mapping) or has_optimizer

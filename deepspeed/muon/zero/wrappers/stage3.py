@@ -189,7 +189,7 @@ class Stage3(Adapter):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Replace the wrapper's ``offload_states``, which does not move the states of this optimizer: move them as well.
+        """Replace the wrapper's ``offload_states``, which does not move this optimizer's states, so that it moves them too.
 
         ``move``: the original method. The other arguments are those of ``engine.offload_states()``.
         """
