@@ -215,7 +215,8 @@ def _judge_settings(facts: list[Facts]) -> Facts:
     of_parameters = {
         "routes": "ranks {ranks} do not send the same parameters to Muon as rank {first}, or split them differently; "
         "build the same model with the same options on every rank",
-        "groups": "the parameter groups of ranks {ranks} have other settings than those of rank {first}",
+        "groups": "the parameter groups of ranks {ranks} have other settings than those of rank {first}; pass the same "
+        "groups on every rank",
         "order": "ranks {ranks} pass the parameters in another order than rank {first}; pass a list, because a set has "
         "a different order on each rank",
     }

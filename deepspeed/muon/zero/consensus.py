@@ -85,7 +85,10 @@ def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fa
             store.delete_key(key)  # rank 0 may come later, and must not read outdated facts
         raise DisagreementError(_silence([0]))
     elif _unset_keys(store, ["verdict"], 2 * seconds + MAX_PREPARATION_SECONDS):
-        raise DisagreementError(f"rank 0 sent no result within {MAX_PREPARATION_SECONDS:.0f} s; look at its log")
+        raise DisagreementError(
+            f"rank 0 did not compare the settings of all ranks within {MAX_PREPARATION_SECONDS:.0f} s; look "
+            "at rank 0's log"
+        )
     _open_comparison += 1
     return json.loads(store.get("verdict"))
 
@@ -98,7 +101,10 @@ def _reduce_on_rank_0(store: torch.distributed.Store, ranks: range, seconds: flo
     if silent := _unset_keys(store, [f"here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
     if slow := _unset_keys(store, [str(rank) for rank in ranks], MAX_PREPARATION_SECONDS):
-        return {"error": f"ranks {slow} did not get ready within {MAX_PREPARATION_SECONDS:.0f} s; look at their logs"}
+        return {
+            "error": f"ranks {slow} sent no settings to rank 0 within {MAX_PREPARATION_SECONDS:.0f} s; look at their "
+            "logs"
+        }
     stated = [json.loads(store.get(str(rank))) for rank in ranks]
     if raised := [f"rank {rank}: {one['raised']}" for rank, one in enumerate(stated) if "raised" in one]:
         return {"error": "; ".join(raised[:4])}
@@ -110,7 +116,9 @@ def _reduce_on_rank_0(store: torch.distributed.Store, ranks: range, seconds: flo
     try:
         return reduce([one["facts"] for one in stated])
     except (Exception, SystemExit) as error:  # the other ranks wait for the result
-        return {"error": f"rank 0 cannot compare the ranks: {with_type(error)}"}
+        return {
+            "error": f"rank 0 failed to compare the settings of all ranks: {with_type(error)}; look at rank 0's log"
+        }
 
 
 def _unset_keys(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:

@@ -190,7 +190,9 @@ def _library_problems() -> Iterator[str]:
     from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 
     if not hasattr(PipelinedOptimizerSwapper, "release_swap_buffers"):
-        yield "zero_optimization: this DeepSpeed's swapper is incomplete; install 0.19.8 or later to offload to NVMe"
+        yield (
+            "zero_optimization: this DeepSpeed cannot offload Muon's states to NVMe; install DeepSpeed 0.19.8 or later"
+        )
     if not installed_ops.get("async_io") and not AsyncIOBuilder().is_compatible(verbose=False):
         yield (
             "zero_optimization: DeepSpeed cannot build async_io here; install libaio with its headers (libaio-dev, "

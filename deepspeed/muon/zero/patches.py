@@ -107,7 +107,7 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
     if not _is_trained(self.module) and not self.zero_optimization():
         # For example DPO's reference model, to which tools pass the same config with ZeRO switched off. Under ZeRO such
         # a model fails with every optimizer; then MuonWithAuxAdam below explains why.
-        logger.info("deepspeed-muon: this model has no trainable parameters, so its AdamW has nothing to update")
+        logger.info("deepspeed-muon: this model has no trainable parameters, so a step changes nothing")
         return torch.optim.AdamW(model_parameters)
     refuse_engine(self)
     note_tp_rank(self)
@@ -325,8 +325,8 @@ def install() -> None:
         return
     if not is_tested(version):
         logger.warning(
-            f"deepspeed-muon was tested on DeepSpeed {oldest} to {newest}, this is {version}; if training fails or "
-            "differs, install one of those"
+            f"deepspeed-muon was tested on DeepSpeed {oldest} to {newest}, but {version} is installed; if training "
+            "fails or gives other results, install a tested version"
         )
     for seam, function in REPLACEMENTS.items():
         owner, name = seam.find()

@@ -259,14 +259,16 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
             else f"ds_muon init --config {path} --out ds_config.json writes a ds_config from it, which its "
             "deepspeed_config_file then names"
         )
-        raise SettingsError(f"--config {path}: accelerate's configuration, not a ds_config; {instead}")
+        raise SettingsError(f"--config {path}: this is accelerate's configuration, not a ds_config; {instead}")
     named = next((key for key in FILE_KEYS if isinstance(section.get(key), str)), None)
     if named and not _is_ds_config(section):
-        raise SettingsError(f"--config {path}: not a ds_config; its key {named} names one: give {section[named]}")
+        raise SettingsError(
+            f"--config {path}: not a ds_config, but its key {named} names one; pass --config {section[named]}"
+        )
     if foreign := sorted(TRAINING_ARGUMENTS & section.keys()):
         raise SettingsError(
-            f"--config {path}: training arguments ({', '.join(foreign)}), not a ds_config; give the file that the "
-            "script takes as --deepspeed"
+            f"--config {path}: this file holds training arguments ({', '.join(foreign)}) and is not a ds_config; pass "
+            "the file that the script gets as --deepspeed"
         )
     parts = dict(_nested_ds_configs(section))
     if _is_ds_config(section) or (section.keys() & known_keys() and not parts):
@@ -298,7 +300,7 @@ def is_optimizer(name: str) -> bool:
 
 
 def _is_ds_config(section: Mapping[str, Any]) -> bool:
-    """Return whether an object has a key that marks it as a ds_config: ``zero_optimization``, or ``optimizer.type``."""
+    """Return whether an object has a key that only a ds_config has: ``zero_optimization``, or ``optimizer.type``."""
     optimizer = section.get("optimizer")
     has_optimizer = isinstance(optimizer, Mapping) and "type" in optimizer
     return isinstance(section.get("zero_optimization"), Mapping) or has_optimizer
@@ -328,7 +330,7 @@ def _parse_yaml(path: str, text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise SettingsError(f"--config {path}: to read YAML, PyYAML is needed; pip install pyyaml") from None
+        raise SettingsError(f"--config {path}: PyYAML is needed to read YAML; run pip install pyyaml") from None
 
     class Loader(yaml.SafeLoader):
         """PyYAML's safe loader, changed to refuse a key that occurs twice.

@@ -102,13 +102,13 @@ def _nvme_rules(section: str, kept: str, instead: str) -> tuple[Rule, Rule]:
     )
 
 
-ON_GPUS = "runs only on GPUs, where it is untested; set it to false"
+ON_GPUS = "runs only on GPUs, and deepspeed-muon was not tested with it; set this key to false"
 RULES: tuple[Rule, ...] = (
     *_nvme_rules("offload_optimizer", "states", 'use "cpu"'),
     *_nvme_rules("offload_param", "parameters", "remove offload_param"),
     _forbidden(
         "zero_optimization.offload_optimizer.super_offload",
-        "it runs its own Adam, only on NVIDIA GPUs; set it to false",
+        "it runs its own Adam, only on NVIDIA GPUs; set super_offload to false",
         first_stage=3,
     ),
     _forbidden(
@@ -215,7 +215,7 @@ def refuse_qk_clip(engine: Any) -> None:
     if _uses_sequence_parallelism(engine):
         raise UnsupportedError(
             "optimizer.params.qk_clip: not supported with sequence parallelism, where a rank computes attention "
-            "for other heads than those of its weights; remove it"
+            "for other heads than those of its weights; remove qk_clip"
         )
 
 

@@ -156,7 +156,8 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
     for key in ("cautious_weight_decay", "muon_weight_decay_steps"):
         if getattr(optimizer.config, key) and decays and not any(decays):
             logger.warning(
-                f"deepspeed-muon: optimizer.params.{key} has no effect, because weight_decay is 0 in every Muon group"
+                f"deepspeed-muon: optimizer.params.{key} has no effect, because weight_decay is 0 in every Muon group; "
+                "set weight_decay, or remove the key"
             )
 
 
@@ -176,6 +177,6 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
         size = sum(partition.tensors[0].numel() for partition in optimizer.partitions)
         logger.warning(
             f"deepspeed-muon: zero_optimization.sub_group_size splits the matrices into {len(plans)} sub-groups, which "
-            f"leaves ranks idle: Newton-Schulz takes {spent / possible:.1f} times as long as without them; set it to "
-            f"{size} or more"
+            f"leaves ranks idle: Newton-Schulz takes {spent / possible:.1f} times as long as without them; set "
+            f"sub_group_size to {size} or more"
         )

@@ -75,8 +75,8 @@ def grid_of(engine: Any) -> Grid | None:
     lines = _lines(data, tensor, positions)
     if lines is None:
         raise UnsupportedError(
-            "deepspeed-muon does not support this engine: the ranks of the mpu's data-parallel groups "
-            f"{sorted(set(map(tuple, data)))} are not evenly spaced, as 0, 2, 4 are; pass an mpu that groups them so"
+            "deepspeed-muon does not support this engine: it needs an mpu whose data-parallel groups consist of evenly "
+            f"spaced ranks, such as 0, 2, 4; this mpu's groups are {sorted(set(map(tuple, data)))}"
         )
     row = tensor[torch.distributed.get_rank()]
     make_groups(map(list, positions.values()), torch.device(get_accelerator().current_device_name()))

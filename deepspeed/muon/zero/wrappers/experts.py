@@ -47,7 +47,7 @@ def refuse_replaced_parameters(optimizer: MuonWithAuxAdam) -> None:
     """Raise UnsupportedError if DeepSpeed replaced parameters of the model after the script built the optimizer."""
     if any(param not in optimizer.specs for group in optimizer.param_groups for param in group["params"]):
         raise UnsupportedError(
-            "DeepSpeed replaced parameters (AutoEP, AutoTP) after the optimizer was built, which does not know the new "
-            'ones; set "type": "Muon" in ds_config.json, or pass optimizer=lambda params: MuonWithAuxAdam(params, '
-            "model=model, ...) to deepspeed.initialize"
+            "DeepSpeed replaced parameters (AutoEP, AutoTP) after the script built the optimizer, which would not "
+            'update the new ones; set "type": "Muon" in ds_config.json, or pass '
+            "optimizer=lambda params: MuonWithAuxAdam(params, model=model, ...) to deepspeed.initialize"
         )

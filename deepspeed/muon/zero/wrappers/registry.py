@@ -29,5 +29,6 @@ def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
     if name in ADAPTERS:
         return ADAPTERS[name](engine, optimizer)
     raise UnsupportedError(
-        f"deepspeed-muon does not support DeepSpeed's optimizer wrapper {name}; supported: {', '.join(ADAPTERS)}"
+        f"deepspeed-muon does not support DeepSpeed's optimizer wrapper {name}; choose a ZeRO stage and precision with "
+        f"which DeepSpeed uses one of {', '.join(ADAPTERS)}, such as zero_optimization.stage 1"
     )

@@ -156,7 +156,9 @@ class _Whole:
 
     def _check(self, key: str) -> None:
         if key not in (keys := self._optimizer.state_keys(self._master)):
-            raise ValueError(f"the optimizer state of this parameter has no {key!r}; it has {', '.join(keys)}")
+            raise ValueError(
+                f"this parameter has no optimizer state {key!r}; pass one of its states: {', '.join(keys)}"
+            )
 
     def get(self, optim_state_key: str | None = None) -> Tensor | None:
         if self._optimizer is None:

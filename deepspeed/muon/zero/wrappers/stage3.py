@@ -143,7 +143,9 @@ class Stage3(Adapter):
             return
         if value.numel() != param.ds_numel:
             shape = tuple(param.ds_shape)
-            raise ValueError(f"expected {param.ds_numel} elements for shape {shape}, got {value.numel()}")
+            raise ValueError(
+                f"pass {param.ds_numel} elements to set this parameter of shape {shape}, not {value.numel()}"
+            )
         part = param.partition_numel()
         start = part * self.wrapper._get_param_partition_rank(param)
         local = value.flatten()[start : start + part]
@@ -161,7 +163,7 @@ class Stage3(Adapter):
             return
         index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
         if value.numel() != count:
-            raise ValueError(f"expected the {count} elements of this rank's part, got {value.numel()}")
+            raise ValueError(f"pass the {count} elements of the parameter that this rank holds, not {value.numel()}")
         with nvme.swapped_in(self.wrapper, index) as flat:
             if optim_state_key is None:
                 flat.data[start : start + count].copy_(value.flatten())
@@ -189,7 +191,7 @@ class Stage3(Adapter):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Replace the wrapper's ``offload_states``, which does not move this optimizer's states, so that it moves them too.
+        """Replace the wrapper's ``offload_states``, so that it moves this optimizer's states as well.
 
         ``move``: the original method. The other arguments are those of ``engine.offload_states()``.
         """

@@ -50,8 +50,8 @@ def partitions_over_tp(adapter: Adapter, grid: Grid | None) -> list[Partition]:
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     if not _hold_same_parameters(placements_by_tp_rank, specs):
         raise UnsupportedError(
-            "deepspeed-muon does not support this engine: zero_optimization.sub_group_size forms different "
-            "sub-groups on the ranks of a tensor-parallel group; write a larger sub_group_size"
+            "deepspeed-muon does not support this engine: with zero_optimization.sub_group_size, ranks of "
+            "a tensor-parallel group have different parameters in a sub-group; set a larger sub_group_size"
         )
     if isinstance(adapter, Stage0):
         size = comm.get_world_size(group)
