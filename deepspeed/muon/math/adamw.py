@@ -26,7 +26,10 @@ STARTED = "started_at"
 
 
 def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
-    """Return ``state``; if empty, first add zeros: ``exp_avg``, ``exp_avg_sq`` (like the tensor) and ``step`` (0-D)."""
+    """Return ``state``, the AdamW state of ``tensor``. If it is empty, first fill it with zeros.
+
+    Its keys are ``exp_avg`` and ``exp_avg_sq``, of the tensor's shape and dtype, and ``step``, fp32, 0-D.
+    """
     if "exp_avg" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
         state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
@@ -37,10 +40,13 @@ def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
 def step(
     tensors: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any], decoupled: bool
 ) -> None:
-    """Make one step of ``torch.optim.AdamW`` for tensors that all have a gradient.
+    """Make one step of AdamW or Adam for tensors that all have a gradient. Update weights and states in place.
 
-    ``states``: for each tensor, from :func:`state_of`. ``group``: the parameter group with its settings. ``decoupled``:
-    whether weight decay is that of AdamW; otherwise it is an L2 term in the gradient, as in Adam.
+    Args:
+        tensors: the tensors to update.
+        states: the state of each tensor, from :func:`state_of`.
+        group: the parameter group with its settings, such as ``lr``.
+        decoupled: true for AdamW's decoupled weight decay; false for Adam's, which adds an L2 term to the gradient.
     """
     grads = [p.grad for p in tensors if p.grad is not None]
     means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
@@ -48,16 +54,20 @@ def step(
 
 
 def steps_missed(group: Mapping[str, Any], fragment: Fragment) -> int:
-    """Return how many steps of its tensor a parameter has not made; see :data:`STARTED`."""
+    """Return the number of steps of a tensor that one of its parameters did not take part in; mostly 0.
+
+    ZeRO's tensors hold many parameters but count their steps only once. A parameter that was frozen at first has made
+    fewer of them, which ``group`` stores under :data:`STARTED`. ``fragment``: a part of the parameter.
+    """
     return group.get(STARTED, {}).get(fragment.name.partition("@")[0], 0)
 
 
 def step_by_parameter(
     tensor: Tensor, state: dict[str, Any], group: Mapping[str, Any], decoupled: bool, fragments: Sequence[Fragment]
 ) -> None:
-    """Act as :func:`step` for a contiguous tensor whose parameters have made different numbers of steps.
+    """Do the same as :func:`step` for one contiguous tensor whose parameters have made different numbers of steps.
 
-    ``fragments``: which elements of which parameters the tensor holds; padding between them does not change.
+    ``fragments``: the parts of parameters that the tensor holds. Padding between them does not change.
     """
     assert tensor.grad is not None
     stored = [x.reshape(-1) for x in (tensor.data, tensor.grad, state["exp_avg"], state["exp_avg_sq"])]
@@ -70,7 +80,7 @@ def step_by_parameter(
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous bf16, which :func:`step_in_bf16` updates with stochastic rounding."""
+    """Return whether a tensor is bf16 and contiguous, so that :func:`step_in_bf16` can update it."""
     return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
 
 
@@ -83,9 +93,14 @@ def step_in_bf16(
     kernels: Operations,
     work: Workspace,
 ) -> None:
-    """Do the same as :func:`step` for a contiguous bf16 tensor: compute in fp32, and round weights and moments
-    stochastically. ``fragments``: which elements of which parameters the tensor holds; padding between them does not
-    change.
+    """Do the same as :func:`step` for one contiguous bf16 tensor, with fp32 arithmetic.
+
+    The new weights and moments are rounded stochastically to bf16.
+
+    Args:
+        fragments: the parts of parameters that the tensor holds. Padding between them does not change.
+        kernels: the kernels that round.
+        work: allocates the fp32 copies.
     """
     assert tensor.grad is not None
     grad, done = tensor.grad.reshape(-1), state["step"].clone()
@@ -111,9 +126,10 @@ def _update(
     group: Mapping[str, Any],
     decoupled: bool,
 ) -> None:
-    """Call torch's functional AdamW, or Adam unless ``decoupled``, which also increments ``steps``.
+    """Call torch's functional ``adamw`` if ``decoupled``, otherwise ``adam``. Both update all tensors and ``steps`` in
+    place.
 
-    ``means``, ``squares``: the states exp_avg and exp_avg_sq of each of ``tensors``.
+    ``means``, ``squares``: ``exp_avg`` and ``exp_avg_sq`` of each tensor.
     """
     if not tensors:
         return
@@ -132,16 +148,17 @@ def _update(
 
 @functools.cache
 def has_fused_kernel(device_type: str) -> bool:
-    """Return whether torch has fused kernels of Adam and AdamW for a type of device."""
+    """Return whether torch has fused Adam and AdamW kernels for a device type, such as ``cuda``."""
     key = torch._C._dispatch_key_for_device(device_type)
     names = ("aten::_fused_adam_", "aten::_fused_adamw_")
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names)
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], fragment: Fragment) -> Tensor:
-    """Return the sum of squares of AdamW's last update at learning rate 1, without weight decay; fp32, 0-D.
+    """Return the sum of squares of AdamW's last update of some elements; fp32, 0-D. The monitor records it.
 
-    ``fragment``: the elements that it covers. ``state``: of the tensor that holds them, after the step.
+    The update is taken at learning rate 1 and without weight decay. ``fragment``: the elements, a part of a parameter.
+    ``state``: the state of the tensor that holds these elements, after the step.
     """
     (beta1, beta2), steps = group["betas"], float(state["step"]) - steps_missed(group, fragment)
     start, length = fragment.position, fragment.numel
@@ -157,5 +174,5 @@ def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], fragment:
 
 
 def _real(x: Tensor) -> Tensor:
-    """Return a complex ``x`` as real and imaginary parts, which AdamW updates separately; a real ``x`` as it is."""
+    """Return ``x`` if it is real, otherwise a view of its real and imaginary parts, which AdamW updates separately."""
     return torch.view_as_real(x) if x.is_complex() else x

@@ -27,11 +27,13 @@ Rates = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How matrices of one shape, or its transpose, are orthogonalized.
+    """The method and the kernels that orthogonalize all matrices of one shape and of its transpose.
 
-    ``method``: "standard" or "gram". ``square``, ``product``, ``multiply``: for each kind of product, the name of the
-    table of kernels that computes it. New choices use one table; checkpoints of version 0.2.0 and older may name
-    several.
+    Args:
+        method: ``standard`` or ``gram``; see :func:`deepspeed.muon.math.newton_schulz.orthogonalize`.
+        square, product, multiply: names of the kernel tables that compute the three kinds of matrix products (see
+            :class:`deepspeed.muon.math.newton_schulz.Products`), such as ``torch``. They differ only in checkpoints of
+            version 0.2.0 and older.
     """
 
     method: str
@@ -41,7 +43,7 @@ class Recipe:
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of the tables of kernels in this recipe."""
+        """Return the names of the kernel tables that the recipe uses, such as ``{"torch"}``."""
         return {self.square, self.product, self.multiply}
 
     def __str__(self) -> str:
@@ -50,50 +52,55 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Choice:
-    """How Newton-Schulz runs: the dtype of its products, and a recipe for each shape.
+    """The way Newton-Schulz runs in one training run: the dtype of its products, and a :class:`Recipe` for each shape.
 
-    ``dtype``: a key of :data:`DTYPES`. ``recipes``: :func:`shape_key` -> :class:`Recipe`.
+    ``dtype``: a key of :data:`DTYPES`, such as ``bf16``. ``recipes``: shape key, such as ``16x64`` -> recipe.
     """
 
     dtype: str
     recipes: Mapping[str, Recipe]
 
     def recipe(self, rows: int, cols: int) -> Recipe:
-        """Return the recipe for matrices of this shape."""
+        """Return the choice's recipe for matrices of this shape or of its transpose."""
         return self.recipes[shape_key(rows, cols)]
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of the tables of kernels in all recipes."""
+        """Return the names of the kernel tables that the choice's recipes use, such as ``{"torch"}``."""
         return set().union(*(recipe.tables for recipe in self.recipes.values()))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the choice as JSON values, as checkpoints store it; :func:`choice_from_json` reads it."""
+        """Return the choice as a dict of JSON values, for checkpoints. :func:`choice_from_json` is the inverse."""
         return {"dtype": self.dtype, "shapes": {key: asdict(recipe) for key, recipe in self.recipes.items()}}
 
     def with_methods(self, methods: Mapping[str, str]) -> Choice:
-        """Return a copy of the choice with ``methods``, :func:`shape_key` -> method, in place of its own.
+        """Return a copy of the choice in which ``methods`` replaces the methods of its recipes.
 
-        Checkpoints of version 0.1.0 store only methods.
+        ``methods``: shape key -> method, such as ``{"16x64": "gram"}``; other shapes keep their method. Checkpoints of
+        version 0.1.0 store only such a dict.
         """
         changed = {key: replace(self.recipes[key], method=methods[key]) for key in self.recipes.keys() & methods.keys()}
         return Choice(self.dtype, {**self.recipes, **changed})
 
 
 def shape_key(rows: int, cols: int) -> str:
-    """Return the name that a shape and its transpose share: ``(64, 16) -> "16x64"``."""
+    """Return the key of a shape and of its transpose: ``"16x64"`` for (16, 64) and for (64, 16)."""
     return "x".join(map(str, sorted((rows, cols))))
 
 
 def choice_from_json(saved: Mapping[str, Any]) -> Choice:
-    """Return the choice that :meth:`Choice.as_json` has converted to ``saved``. Check with :func:`unknown` before."""
+    """Return the :class:`Choice` that :meth:`Choice.as_json` has converted to ``saved``.
+
+    Call :func:`unknown_in_choice` first, to find out whether ``saved`` is valid.
+    """
     return Choice(saved["dtype"], {key: Recipe(**recipe) for key, recipe in saved["shapes"].items()})
 
 
 def unknown(saved: Any) -> list[str]:
-    """Return, as texts, the dtype and methods in a saved ``ns_choice`` that this version does not know.
+    """Return a text for the dtype and each method in a saved ``ns_choice`` that this version does not know.
 
-    Names of tables are not checked, because other machines have other tables.
+    An empty list means that the choice is valid. If ``saved`` is not a choice at all, the list contains
+    ``repr(saved)``. Names of kernel tables are not checked, because another machine may have other tables.
     """
     try:
         choice = choice_from_json(saved)
@@ -104,7 +111,11 @@ def unknown(saved: Any) -> list[str]:
 
 
 def unknown_methods(methods: Any) -> list[str]:
-    """Return, as texts, the entries of ``methods``, shape -> method, that this version does not know."""
+    """Return a text, such as ``"'quintic' for 8x8"``, for each method that this version does not know.
+
+    An empty list means that all are known. ``methods``: shape key -> method, as checkpoints store it. If it is not a
+    mapping, the list contains ``repr(methods)``.
+    """
     if not isinstance(methods, Mapping):
         return [repr(methods)]
     return [f"{method!r} for {shape}" for shape, method in methods.items() if method not in METHODS]
@@ -113,10 +124,15 @@ def unknown_methods(methods: Any) -> list[str]:
 def by_count(
     shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = TORCH
 ) -> Choice:
-    """Choose the method with fewer operations for each shape, and the kernels ``table`` for all products.
+    """Return the choice that uses, for each shape, the method with the fewest floating-point operations.
 
-    ``methods``: those to choose from, the default first. Another one is chosen only if the default has more operations
-    by a factor of ``MARGIN``.
+    Args:
+        shapes: (rows, columns) of the matrices.
+        schedule: coefficients of Newton-Schulz.
+        dtype: dtype of the products, a key of :data:`DTYPES`.
+        methods: the methods to choose from, the default first. Another method is chosen only if the default takes more
+            than ``MARGIN`` times its operations.
+        table: name of the kernel table for all products.
     """
     default, *others = methods
     recipes = {}
@@ -128,15 +144,15 @@ def by_count(
 
 
 def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: str) -> str:
-    """Return the method for one shape: ``ns_method`` or, if that is ``auto``, the method with fewer operations."""
+    """Return the method for one shape: ``ns_method``, or if that is ``auto``, the one with the fewest operations."""
     methods = METHODS if ns_method == "auto" else (ns_method,)
     return by_count([(rows, cols)], schedule, dtype, methods).recipe(rows, cols).method
 
 
 def lowest_rates(rates: Sequence[Rates]) -> Rates:
-    """Return the lowest rate for each pair of dtype and table that all ranks have timed.
+    """Return the lowest rate among the ranks for each pair of dtype and kernel table that all ranks have timed.
 
-    ``rates``: of all ranks, one dict for each.
+    ``rates``: the :data:`Rates` of each rank.
     """
     return {
         dtype: {
@@ -151,12 +167,19 @@ def lowest_rates(rates: Sequence[Rates]) -> Rates:
 def fastest(
     rates: Rates, shapes: Mapping[Shape, int], schedule: Schedule, methods: Sequence[str] = METHODS
 ) -> Choice | None:
-    """Choose the dtype and table of kernels with which all matrices of a model take least time.
+    """Return the choice whose dtype and kernel table need the least time for all matrices of a model.
 
-    Return ``None`` if ``rates`` is empty. Times within a factor of ``MARGIN`` count as equal; then the more exact dtype
-    is chosen, and among tables plain PyTorch's, which was timed first. ``rates``: from :func:`lowest_rates`.
-    ``shapes``: (rows, columns) -> number of such matrices in the model. ``methods``: those that may be chosen, the
-    default first.
+    Times within a factor of ``MARGIN`` count as equal. Then the more exact dtype wins, and for one dtype the table that
+    comes first in ``rates``, plain PyTorch's.
+
+    Args:
+        rates: speeds of the kernels, from :func:`lowest_rates`.
+        shapes: (rows, columns) -> number of matrices of this shape in the model.
+        schedule: coefficients of Newton-Schulz.
+        methods: the methods to choose from, the default first.
+
+    Returns:
+        The choice; ``None`` if ``rates`` is empty.
     """
     best: Choice | None = None
     least = 0.0
@@ -170,9 +193,16 @@ def fastest(
 
 
 def seconds(rates: Rates, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
-    """Return the seconds that Newton-Schulz takes for all matrices with ``choice``.
+    """Return the seconds that Newton-Schulz is expected to take for all matrices of a model, one after the other.
 
-    Return ``None`` if ``rates`` lacks a table of the choice. ``shapes``: (rows, columns) -> number of such matrices.
+    Args:
+        rates: speeds of the kernels, from :func:`lowest_rates`.
+        choice: dtype, methods and kernels.
+        shapes: (rows, columns) -> number of matrices of this shape in the model.
+        schedule: coefficients of Newton-Schulz.
+
+    Returns:
+        The seconds; ``None`` if ``rates`` lacks a kernel table that the choice uses.
     """
     known = rates.get(choice.dtype, {})
     if not choice.tables <= known.keys():

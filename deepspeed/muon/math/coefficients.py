@@ -31,7 +31,10 @@ YOU: Schedule = (
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """Return a schedule that maps every matrix X to what ``schedule`` maps X / ``factor`` to."""
+    """Return the schedule that makes of a matrix X what ``schedule`` makes of X / ``factor``.
+
+    It saves the division: its inputs may have a norm of ``factor`` instead of 1.
+    """
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
@@ -76,19 +79,22 @@ NAMED: dict[str, Schedule] = {
 
 
 def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule:
-    """Return the triples to use, one per step.
+    """Return the coefficients of Newton-Schulz: one (a, b, c) triple for each step.
 
     Args:
-        coefficients: a key of :data:`NAMED`, or the user's triples.
-        steps: number of steps if there is a single triple, by default :data:`DEFAULT_STEPS`. With several triples it
-            must be ``None`` or their number.
+        coefficients: a key of :data:`NAMED`, such as ``simple``, or a sequence of (a, b, c) triples.
+        steps: how often to repeat a single triple; ``None``: :data:`DEFAULT_STEPS` times. For several triples it must
+            be ``None`` or their number.
 
     Raises:
-        ValueError: the name is unknown, or ``steps`` differs from a schedule's length.
+        ValueError: the name is unknown, or ``steps`` is not the number of several triples.
     """
     if isinstance(coefficients, str):
         if coefficients not in NAMED:
-            raise ValueError(f"unknown coefficients {coefficients!r}; known: {', '.join(sorted(NAMED))}")
+            names = ", ".join(sorted(NAMED))
+            raise ValueError(
+                f"coefficients: no schedule has the name {coefficients!r}; pass one of {names}, or triples"
+            )
         triples = NAMED[coefficients]
     else:
         triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
@@ -96,7 +102,7 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
         return triples * (DEFAULT_STEPS if steps is None else steps)
     if steps not in (None, len(triples)):
         raise ValueError(
-            f"ns_steps is {steps}, but these coefficients are a schedule of {len(triples)} steps; remove ns_steps"
+            f"ns_steps is {steps}, but ns_coefficients has triples for {len(triples)} steps; remove ns_steps"
         )
     return triples
 
@@ -108,10 +114,11 @@ MAX_SHIFT, STEPS_AHEAD = 0.06, 3
 
 
 class Rounding(NamedTuple):
-    """The error that a dtype's rounding causes in a Gram matrix, and the maximum number of steps between restarts.
+    """The error that one dtype's rounding causes in a Gram matrix, as :func:`segments` assumes it.
 
-    An eigenvalue r is off by ``error * max(r, least)``, as after a few rounding errors of the same sign. With the
-    values of :data:`ROUNDING`, none of many small random matrices diverges, whatever its singular values.
+    Args:
+        error, least: an eigenvalue r of the Gram matrix is off by ``error * max(r, least)``.
+        longest: maximum number of steps between two restarts of the Gram iteration.
     """
 
     error: float
@@ -119,20 +126,22 @@ class Rounding(NamedTuple):
     longest: int
 
 
-#: Name of a dtype -> its rounding. fp16 rounds eight times finer than bf16. With fp32 as many steps
-#: are made without a restart as with fp16: one more would save little and cost a digit, because the error at the
-#: smallest singular values grows by a^2, about 12, per step.
+#: Name of a dtype -> its rounding. With these values, none of many small random matrices diverges, whatever its
+#: singular values. fp16 rounds eight times finer than bf16. With fp32 as many steps are made without a restart as with
+#: fp16: one more would save little and cost a digit, because the error at the smallest singular values grows by a^2,
+#: about 12, per step.
 ROUNDING = {"bf16": Rounding(2.0**-7, 0.0, 2), "fp16": Rounding(2.0**-10, 1.0, 3), "fp32": Rounding(2.0**-10, 1.0, 3)}
 
 
 @functools.cache
 def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
-    """Return the numbers of steps between restarts of the Gram iteration, such as ``(2, 2, 1)``.
+    """Return the numbers of steps between restarts of method ``gram``, such as ``(2, 2, 1)`` for five steps.
 
-    A restart computes R = X X^T again. Between restarts the small matrices drift away from X. A polynomial that is
-    steep at the largest singular values amplifies the drift, and the next step may then diverge.
+    A restart computes the Gram matrix R = X X^T again from X. Between restarts only small matrices are multiplied. They
+    drift away from X by rounding. A polynomial that is steep at the largest singular values amplifies the drift, and
+    the next step may then diverge. So the numbers are the largest for which the drift stays below :data:`MAX_SHIFT`.
 
-    ``dtype``: of the products, a key of :data:`ROUNDING`.
+    ``dtype``: dtype of the products, a key of :data:`ROUNDING`.
     """
     found: list[int] = []
     done, rounding = 0, ROUNDING[dtype]
@@ -145,9 +154,11 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 
 def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
-    """Return by how much rounding errors in Gram matrices move a singular value at most, if all have the same sign.
+    """Return the largest shift of a singular value that rounding can cause in steps without a restart; NaN if one
+    diverges.
 
-    ``first``, ``length``: index and number of the steps that are made without a restart.
+    All rounding errors of the Gram matrices are assumed to have the same sign. ``first``, ``length``: index of the
+    first of these steps, and their number.
     """
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0

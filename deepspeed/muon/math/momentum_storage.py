@@ -21,9 +21,13 @@ State = dict[str, Any]
 
 
 class Fragment(NamedTuple):
-    """A part of a parameter in a tensor: ``numel`` consecutive elements, from index ``position`` of the tensor on.
+    """A contiguous part of a parameter that a tensor holds, such as ZeRO's flat partition.
 
-    ``name``: of the parameter. ``first``: index of the part's first element in the parameter.
+    Args:
+        name: name of the parameter.
+        first: index of the part's first element in the flat parameter.
+        position: index of the part's first element in the tensor.
+        numel: number of elements in the part.
     """
 
     name: str
@@ -33,10 +37,13 @@ class Fragment(NamedTuple):
 
 
 class Blocks:
-    """The quantization blocks of a tensor's int8 momentum.
+    """The quantization blocks of one tensor's int8 momentum. The elements of a block share one scale.
 
-    Each parameter in the tensor begins a new block. So its momentum depends neither on its neighbours in the tensor nor
-    on padding, which may contain anything, even NaN.
+    Each parameter in the tensor begins a new block. So its momentum depends neither on the parameters before and after
+    it nor on padding, which may contain anything, even NaN. ``fragments``: the parts of parameters that the tensor
+    holds.
+
+    The methods read and write ``state``, the optimizer state of the tensor.
     """
 
     def __init__(self, fragments: Iterable[Fragment]) -> None:
@@ -47,16 +54,23 @@ class Blocks:
         self.count = self._ends[-1]
 
     def parts(self, state: State) -> Iterator[tuple[Fragment, Tensor, Tensor]]:
-        """Yield (fragment, its codes, the largest magnitudes of its blocks); both are 1-D views into ``state``."""
+        """Yield (fragment, its int8 codes, the largest magnitude of each of its blocks) for each fragment.
+
+        Codes and magnitudes are 1-D views into ``state``, the tensor's optimizer state.
+        """
         codes = state[CODES].view(-1)
         for fragment, (start, end) in zip(self.fragments, pairwise(self._ends), strict=True):
             yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
 
     def fragment_at(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
-        """Return (fragment, codes, magnitudes, skipped) of the tensor's ``numel`` elements from index ``start`` on.
+        """Return where the momentum of ``numel`` elements of the tensor, from index ``start`` on, is stored.
 
-        All these elements belong to one fragment. ``magnitudes``: the largest of each block that contains some of them.
-        ``skipped``: how many elements of the first of these blocks precede them.
+        The elements must belong to one fragment. ``state``: the tensor's optimizer state.
+
+        Returns:
+            (fragment, codes, magnitudes, skipped): the fragment; the int8 codes of these elements; the largest
+                magnitude of each block that contains some of them; and how many elements of the first of these blocks
+                come before ``start``. Codes and magnitudes are 1-D views into ``state``.
         """
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)
@@ -65,11 +79,17 @@ class Blocks:
         return self.fragments[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return the momentum of elements ``start`` to ``stop - 1``, fp32, 1-D, on ``device``; zeros in padding."""
+        """Return the momentum of elements ``start`` to ``stop - 1`` of the tensor as fp32, 1-D, on ``device``.
+
+        Padding has momentum zero. ``state``: the tensor's optimizer state.
+        """
         return self.read_into(torch.zeros(stop - start, dtype=torch.float32, device=device), state, start)
 
     def read_into(self, result: Tensor, state: State, start: int = 0) -> Tensor:
-        """Fill ``result``, fp32, 1-D, with the momentum from element ``start`` on, except in padding, and return it."""
+        """Write the momentum of the tensor's elements from index ``start`` on to ``result``, and return ``result``.
+
+        ``result``: fp32, 1-D. Its entries for padding do not change. ``state``: the tensor's optimizer state.
+        """
         stop = start + result.numel()
         for fragment, codes, absmax in self.parts(state):
             low, high = max(start, fragment.position), min(stop, fragment.position + fragment.numel)
@@ -83,9 +103,10 @@ class Blocks:
         return result
 
     def write(self, state: State, start: int, values: Tensor) -> None:
-        """Set the momentum from element ``start`` on to ``values``, 1-D, rounded to nearest.
+        """Quantize ``values``, 1-D, and store them as the momentum of the tensor's elements from index ``start`` on.
 
-        ``values`` must cover whole fragments.
+        They are rounded to nearest. Every fragment must be covered as a whole or not at all. ``state``: the tensor's
+        optimizer state.
         """
         stop = start + values.numel()
         for fragment, codes, absmax in self.parts(state):
@@ -106,10 +127,13 @@ def whole_parameter(tensor: Tensor) -> Blocks:
 
 
 def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable[[Tensor], Blocks]) -> State:
-    """Return ``state``; if it has no momentum, first add a momentum of zeros and ``step`` (fp32, 0-D, on the CPU).
+    """Return ``state``, the Muon state of ``tensor``. If it has no momentum, add ``step`` and a momentum of zeros.
 
-    The momentum is ``momentum_buffer``, of the tensor's shape, or in int8 ``momentum_codes``, of the same shape, and
-    ``momentum_absmax``, fp32, one element for each block. ``blocks``: returns the blocks of a tensor.
+    ``step`` is fp32, 0-D, on the CPU. The momentum is ``momentum_buffer``, of the tensor's shape. In int8 it is
+    ``momentum_codes``, of the tensor's shape, and ``momentum_absmax``, fp32, one element for each quantization block.
+
+    ``momentum_dtype``: ``fp32``, ``bf16`` or ``int8``, as in the config. ``blocks``: function that returns a tensor's
+    quantization blocks; called only for int8.
     """
     if MOMENTUM not in state and CODES not in state:
         # On the CPU, because each step reads the count, for schedules and random numbers, and would wait for a device.
@@ -123,7 +147,10 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable
 
 
 def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
-    """Return the state of an int8 momentum of zeros: key -> tensor."""
+    """Return an int8 momentum of zeros, the entries ``momentum_codes`` and ``momentum_absmax`` of a tensor's state.
+
+    ``shape``: shape of the tensor. ``blocks``: the tensor's quantization blocks.
+    """
     return {
         CODES: torch.zeros(shape, dtype=torch.int8, device=device),
         ABSMAX: torch.zeros(blocks.count, dtype=torch.float32, device=device),
@@ -131,8 +158,8 @@ def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State
 
 
 def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
-    """Return the dtype in which a tensor's momentum is stored.
+    """Return the torch dtype in which a tensor's momentum is stored.
 
-    ``momentum_dtype``: the config's value: bf16, int8, or fp32, which stands for the dtype of the tensor.
+    ``momentum_dtype``: ``bf16``, ``int8`` or ``fp32``, as in the config; ``fp32`` means the dtype of the tensor.
     """
     return {"bf16": torch.bfloat16, "int8": torch.int8}.get(momentum_dtype, tensor.dtype)

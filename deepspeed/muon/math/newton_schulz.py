@@ -34,14 +34,17 @@ NORM = 16.0
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: ``torch.bfloat16`` -> ``bf16``. :data:`DTYPES` has all names."""
+    """Return the short name of a dtype, a key of :data:`DTYPES`: ``bf16`` for ``torch.bfloat16``."""
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 class Products(NamedTuple):
-    """The number of products of each kind in Newton-Schulz on one matrix X.
+    """The number of matrix products of each kind in Newton-Schulz on one matrix X.
 
-    ``square``: X X^T. ``product``: of two small symmetric matrices. ``multiply``: P X with a symmetric P.
+    Args:
+        square: products X X^T.
+        product: products of two small symmetric matrices, such as powers of X X^T.
+        multiply: products P X of a small symmetric matrix P and X.
     """
 
     square: int = 0
@@ -50,9 +53,10 @@ class Products(NamedTuple):
 
 
 def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
-    """Yield the kind of each product, a field of :class:`Products`, in the order in which they are computed.
+    """Yield the kinds of Newton-Schulz's matrix products, in the order in which they are computed.
 
-    The order depends on the dtype, because the restarts of ``gram`` do.
+    A kind is the name of a field of :class:`Products`, such as ``square``. The order depends on ``dtype``, because the
+    restarts of method ``gram`` do.
     """
     step = 0
     for length in (1,) * len(schedule) if method == "standard" else segments(schedule, dtype):
@@ -65,7 +69,10 @@ def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
 
 
 def products(schedule: Schedule, method: str, dtype: str) -> Products:
-    """Return how many matrix products of each kind Newton-Schulz takes to orthogonalize one matrix."""
+    """Return how many matrix products of each kind Newton-Schulz takes to orthogonalize one matrix.
+
+    ``method``: ``standard`` or ``gram``. ``dtype``: dtype of the products, such as ``bf16``.
+    """
     return Products(**Counter(product_order(schedule, method, dtype)))
 
 
@@ -78,14 +85,15 @@ SPLIT_FROM = 4
 def flops(
     rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0, owners: int = 1
 ) -> int:
-    """Return the number of floating-point operations that each owner needs to orthogonalize one matrix.
+    """Return the floating-point operations with which each owner of a matrix takes part in orthogonalizing it.
 
-    For the schedule ``simple`` and an m x n matrix with m <= n, ``standard`` takes 20 m^2 n + 10 m^3, ``gram``
-    12 m^2 n + 22 m^3 in bf16 and 8 m^2 n + 28 m^3 in fp16 and fp32.
+    The owners of a matrix are the ranks that run Newton-Schulz on it, each on a slice along the longer side. A single
+    owner of an m x n matrix with m <= n takes, with the schedule ``simple``, 20 m^2 n + 10 m^3 operations for
+    ``standard``. For ``gram`` it takes 12 m^2 n + 22 m^3 in bf16, and 8 m^2 n + 28 m^3 in fp16 and fp32.
 
     Args:
-        symmetric: the fraction of a symmetric result that is computed: 1, or about 0.5 if only one triangle is.
-        owners: number of owners, each of which has a slice of the matrix along its longer side.
+        symmetric: the fraction of each symmetric product that kernels compute: 1, or about 0.5 for one triangle.
+        owners: number of owners.
     """
     m, n = sorted((rows, cols))
     count = products(schedule, method, dtype)
@@ -94,9 +102,10 @@ def flops(
 
 
 def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> tuple[float, int]:
-    """Return (bytes that each owner of a matrix sends to its other owners, number of collectives).
+    """Return (bytes that each owner of a matrix sends during Newton-Schulz, number of collectives that it calls).
 
-    The owners sum Gram matrices in fp32, and gather rows of products in ``dtype``.
+    The owners of a matrix are the ranks that run Newton-Schulz on it together. They sum Gram matrices in fp32, and
+    gather rows of matrix products in ``dtype``.
     """
     count, small, others = products(schedule, method, dtype), min(rows, cols), (owners - 1) / owners
     gathered = count.product if owners >= SPLIT_FROM else 0
@@ -114,23 +123,23 @@ def orthogonalize(
     normalization: str = "frobenius",
     gram_axis: int | None = None,
 ) -> Tensor:
-    """Orthogonalize each matrix in place: replace every singular value by a value near one.
+    """Orthogonalize each matrix of a batch in place: replace every singular value by a value near one.
 
     Args:
         x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
-        schedule: one (a, b, c) triple per step.
+        schedule: one (a, b, c) triple for each step, from :func:`deepspeed.muon.math.coefficients.schedule`.
         method: ``standard`` or ``gram``.
-        dtype: of the products, a value of :data:`DTYPES`; by default that of ``x``.
-        work: allocates the temporaries.
-        kernels: compute the products.
-        normalization: how singular values are brought to at most one before the first step: ``frobenius``, division by
-            the norm of the matrix, or ``aol``, see :func:`_precondition`. In fp16, ``aol`` is less exact for rows that
-            are far smaller than others, because their entries leave fp16's range before they are scaled.
-        gram_axis: 0 if the Gram matrix is X X^T, 1 if it is X^T X; ``None``: the smaller of the two. For slices of
-            matrices pass the one that is smaller for the whole matrix.
+        dtype: dtype of the products, a value of :data:`DTYPES`; ``None``: the dtype of ``x``.
+        work: allocates the temporaries; ``None``: a new workspace.
+        kernels: the kernels that compute the products.
+        normalization: how singular values are brought to at most one before the first step. ``frobenius`` divides each
+            matrix by its norm; ``aol`` scales its rows, see :func:`_precondition`. In fp16, ``aol`` is less exact for
+            rows that are far smaller than others, because their entries leave fp16's range before they are scaled.
+        gram_axis: 0 if the Gram matrix is X X^T, 1 if it is X^T X; ``None``: the smaller of the two. If ``x`` contains
+            slices of matrices, pass the axis that gives the smaller one for whole matrices.
 
     Returns:
-        ``x``. A zero matrix stays zero; one with a non-finite entry gets non-finite values.
+        ``x``. A zero matrix stays zero. A matrix with a non-finite entry gets non-finite values.
     """
     is_gram = {"standard": False, "gram": True}[method]
     work = Workspace() if work is None else work
@@ -191,7 +200,10 @@ def _gram(
 
 
 def _product(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return A B in a matrix taken from ``spares``, and put B there instead. Without a spare overwrite B."""
+    """Return the product A B, written to a matrix taken from ``spares``. B is then added to ``spares``.
+
+    If ``spares`` is empty, the product overwrites B.
+    """
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]
@@ -199,13 +211,13 @@ def _product(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspac
 
 
 def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
-    """Scale the rows of each matrix X, in place, so that its singular values are at most ``NORM``.
+    """Scale the rows of each matrix X in place, so that its singular values are at most ``NORM``.
 
-    Row i is multiplied by ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay. This is the almost-orthogonal
-    layer of Prach and Lampert (arXiv 2208.03160), which Turbo-Muon (arXiv 2512.04632, section 3) applies before
-    Newton-Schulz. The result is then the polar factor of the scaled matrix. The iteration computes G again from the
-    scaled X: if G were scaled instead, it would be rounded differently from X in 16 bits, and composed steps amplify
-    the difference.
+    Row i is multiplied by ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay zero. This is the
+    almost-orthogonal layer (AOL) of Prach and Lampert (arXiv 2208.03160), which Turbo-Muon (arXiv 2512.04632, section
+    3) applies before Newton-Schulz. Newton-Schulz then finds the polar factor of the scaled matrix. It computes G again
+    from the scaled X: if G were scaled instead, it would be rounded differently from X in 16 bits, and composed steps
+    amplify the difference.
 
     ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
     """
@@ -220,7 +232,7 @@ def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
 
 
 def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:
-    """Set ``out = a I + b R + c R^2``. ``triple``: (a, b, c)."""
+    """Write the polynomial a I + b R + c R^2 of each symmetric matrix R to ``out``. ``triple``: (a, b, c)."""
     a, b, c = triple
     if c:
         return kernels.product(r, r, out, work, Scalars(c, b, a))

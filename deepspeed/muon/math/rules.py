@@ -28,12 +28,16 @@ EPS = 1e-10
 
 @dataclass(frozen=True)
 class Rules:
-    """The update rules of a training run. ``bool(rules)`` is False for plain Muon.
+    """The options that change Muon's update around Newton-Schulz: MuonEq, Muon+ and NorMuon.
+
+    ``bool(rules)`` is False if all of them are off, which is plain Muon.
 
     Args:
-        muon_eq, muon_plus: the norms that :func:`equalize` makes equal before and after Newton-Schulz; keys of
-            :data:`SIDES`.
-        normuon: whether :func:`normuon` is applied. Each matrix then has a second moment, fp32, one number per output.
+        muon_eq: the norms that :func:`equalize` makes equal before Newton-Schulz; a key of :data:`SIDES`, such as
+            ``rows``.
+        muon_plus: the norms that :func:`equalize` makes equal after Newton-Schulz; a key of :data:`SIDES`.
+        normuon: whether :func:`normuon` runs after Newton-Schulz. Each matrix then has a second moment, fp32
+            ``[outputs]``.
         normuon_beta2: decay of the second moment per step.
     """
 
@@ -44,7 +48,7 @@ class Rules:
 
     @property
     def keys(self) -> list[str]:
-        """Return the names of the options that are on."""
+        """Return the config keys of the options that are on, such as ``["normuon", "muon_eq"]``."""
         is_on = {"normuon": self.normuon, "muon_eq": self.muon_eq != "none", "muon_plus": self.muon_plus != "none"}
         return [key for key in is_on if is_on[key]]
 
@@ -57,7 +61,11 @@ class Rules:
         return ", ".join([*texts, *([f"NorMuon (beta2 {self.normuon_beta2:g})"] if self.normuon else ())])
 
     def apply_before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
-        """Apply the rules before Newton-Schulz, in place. ``matrices``: ``[batch, rows, cols]``, bf16 or fp32."""
+        """Apply MuonEq, if it is on, to the matrices that Newton-Schulz will orthogonalize. Change them in place.
+
+        ``matrices``: ``[batch, rows, cols]``, bf16 or fp32. ``axis``: 0 if the matrices are ``[out, in]``, 1 if ``[in,
+        out]``.
+        """
         if self.muon_eq != "none":
             axes = [axis ^ side for side in SIDES[self.muon_eq]]
             for matrix in matrices:
@@ -69,9 +77,13 @@ class Rules:
                     equalize(matrix, axes, work)
 
     def apply_after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
-        """Apply the rules after Newton-Schulz, in place.
+        """Apply Muon+ and then NorMuon, if they are on, to orthogonalized matrices. Change them in place.
 
-        ``second_moments``: with NorMuon, that of each matrix; updated.
+        Args:
+            matrices: ``[batch, rows, cols]``, bf16 or fp32.
+            axis: 0 if the matrices are ``[out, in]``, 1 if they are ``[in, out]``.
+            second_moments: for NorMuon, the second moment of each matrix, fp32 ``[outputs]``; updated in place. Without
+                NorMuon not used.
         """
         if self.muon_plus != "none":
             axes = [axis ^ side for side in SIDES[self.muon_plus]]
@@ -85,16 +97,18 @@ class Rules:
 def equalize(
     x: Tensor, axes: Sequence[int], work: Workspace, norm: float | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Scale the rows (axis 0) or columns (axis 1) of ``x``, ``[rows, cols]``, in place, to equal norms; keep zeros.
+    """Scale the rows (axis 0) or columns (axis 1) of a matrix in place, so that all have the same norm. Zero ones stay
+    zero.
 
-    Before Newton-Schulz this is MuonEq (arXiv 2603.28254) in its variants R (rows) and C (columns). After it, with
-    ``norm = sqrt(min(rows, cols))``, it is Muon+ (arXiv 2602.21545): the matrix keeps the Frobenius norm of an
-    orthogonal one, so that ``adjust_lr_fn`` still sets the scale of updates.
+    Before Newton-Schulz this is MuonEq (arXiv 2603.28254) in its variants R (rows) and C (columns). After
+    Newton-Schulz, with ``norm = sqrt(min(rows, cols))``, it is Muon+ (arXiv 2602.21545). The matrix then keeps the
+    Frobenius norm of an orthogonal matrix, so that ``adjust_lr_fn`` still sets the scale of updates.
 
     Args:
-        axes: the axes along which norms are made equal, one after the other.
-        norm: Frobenius norm of the result if no row or column is zero; ``None``: each row or column gets norm 1.
-        dtype: of the arithmetic.
+        x: the matrix, ``[rows, cols]``.
+        axes: the axes to treat, one after the other.
+        norm: Frobenius norm of the result, if no row or column is zero; ``None``: each row or column gets norm 1.
+        dtype: dtype of the arithmetic.
     """
     columns: Tensor | None = None  # factors of columns, applied in the next pass over the matrix
     for axis in axes:
@@ -118,11 +132,13 @@ def _factors(norms: Tensor, wanted: float) -> Tensor:
 def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:
     """Divide the elements of each output by the root of a running mean of their squares: NorMuon (arXiv 2510.05491).
 
-    The matrix keeps its Frobenius norm. A zero matrix, which had no gradient, and its second moment do not change.
+    The matrix is then scaled back to its Frobenius norm. A zero matrix, which had no gradient, does not change, and
+    neither does its second moment.
 
     Args:
         x: the orthogonalized matrix, ``[rows, cols]``; changed in place.
-        second_moment: the running mean, fp32, one number per output, zeros at first; updated.
+        axis: 0 if the matrix is ``[out, in]``, 1 if it is ``[in, out]``.
+        second_moment: the running mean, fp32 ``[outputs]``, zeros at first; updated in place.
         beta2: decay of the running mean per step.
     """
     found = squares(x, axis, work)

@@ -20,13 +20,17 @@ RMS_SCALE = 0.2
 
 
 def scale_factor(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
-    """Return the factor by which the update of a rows x cols matrix is multiplied.
+    """Return the factor by which a rows x cols matrix's update is multiplied, in addition to the learning rate.
 
-    ``adjust_lr_fn``: a key of :data:`SCALES`.
+    ``adjust_lr_fn``: a key of :data:`SCALES`. ``rms_scale``: RMS of the update for ``match_rms_adamw``; others ignore
+    it.
     """
     return SCALES[adjust_lr_fn][1](rows, cols, rms_scale)
 
 
 def update_rms(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
-    """Return the RMS of an update at learning rate 1, if Newton-Schulz's rows x cols result is exactly orthogonal."""
+    """Return the RMS of a rows x cols matrix's update at learning rate 1, if Newton-Schulz were exact.
+
+    The arguments are those of :func:`scale_factor`.
+    """
     return scale_factor(adjust_lr_fn, rows, cols, rms_scale) / math.sqrt(max(rows, cols))

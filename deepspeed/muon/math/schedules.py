@@ -9,11 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Schedules:
-    """Schedules of Muon's momentum and weight decay, as in modded-nanogpt and nanochat (2025); by default constant.
+    """The schedules of Muon's momentum and weight decay, as in modded-nanogpt and nanochat (2025). The default is
+    constant.
 
     Args:
-        momentum_start: momentum of the first update, from which it changes linearly to the group's value; ``None``: the
-            momentum is constant.
+        momentum_start: momentum of the first update. It then changes linearly to the parameter group's ``momentum``.
+            ``None``: the momentum is constant.
         momentum_warmup_steps: number of updates after which the momentum has the group's value.
         muon_weight_decay_steps: number of updates over which weight decay falls linearly from the group's value to
             zero; ``None``: weight decay is constant.
@@ -24,7 +25,10 @@ class Schedules:
     muon_weight_decay_steps: int | None = None
 
     def settings_at(self, group: dict[str, Any], done: int) -> dict[str, Any]:
-        """Return a copy of a Muon group with the momentum and weight decay of update number ``done`` + 1."""
+        """Return a copy of a Muon parameter group with the momentum and weight decay of its next update.
+
+        ``done``: number of updates already made.
+        """
         momentum, decay = group["momentum"], group["weight_decay"]
         if self.momentum_start is not None and done < self.momentum_warmup_steps:
             share = done / self.momentum_warmup_steps

@@ -23,9 +23,9 @@ CPU_CHUNK = 2**18
 
 
 def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (view of some rows of ``x``, ``[rows, cols]``; their copy in ``dtype``) until all rows are done.
+    """Yield (view of some rows of ``x``, copy of these rows in ``dtype``), chunk by chunk until all rows are done.
 
-    The next copy overwrites the one before.
+    ``x``: ``[rows, cols]``. Each copy overwrites the one before. ``work``: allocates the copies.
     """
     rows = max(1, (CHUNK if is_accelerator(x.device) else CPU_CHUNK) // x.size(1))
     for part in x.split(rows):
@@ -33,15 +33,18 @@ def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Te
 
 
 def squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the sums of squares, in ``dtype``, of rows (axis 0, ``[rows, 1]``) or columns (axis 1, ``[1, cols]``)."""
+    """Return the sum of squares of each row or column of ``x``, ``[rows, cols]``, computed in ``dtype``.
+
+    The result is ``[rows, 1]`` for axis 0 (rows), ``[1, cols]`` for axis 1 (columns).
+    """
     sums = [wide.square_().sum(dim=1 - axis, keepdim=True) for _, wide in widened(x, work, dtype)]
     return torch.cat(sums) if axis == 0 else torch.stack(sums).sum(dim=0)
 
 
 def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
-    """Multiply the rows or columns of ``x``, ``[rows, cols]``, in place, in the dtype of ``factors``.
+    """Multiply each row or each column of ``x``, ``[rows, cols]``, by its own factor, in place.
 
-    ``factors``: ``[rows, 1]``, one for each row, or ``[1, cols]``, one for each column.
+    ``factors``: ``[rows, 1]`` for rows, ``[1, cols]`` for columns. Their dtype is that of the arithmetic.
     """
     start = 0
     for part, wide in widened(x, work, factors.dtype):
@@ -52,14 +55,16 @@ def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
 def in_fp32(
     tensors: Sequence[Tensor], keys: Sequence[Key], first: int, kernels: Operations, work: Workspace
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield (slice, fp32 copies of all ``tensors`` in it) of each chunk, for the caller to update the copies.
+    """Yield fp32 copies of bf16 tensors, chunk by chunk. The caller updates the copies in place.
 
-    Before the next chunk the copies are rounded stochastically back into the tensors.
+    Each item is (slice of the chunk, list with the copy of that slice from each tensor). Before the next item the
+    copies are rounded stochastically back into the tensors.
 
     Args:
         tensors: bf16, 1-D, of equal length.
-        keys: for each tensor the key of its random numbers, from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the tensors' first element in the sequences of random numbers.
+        keys: the key of each tensor's random numbers, from :func:`deepspeed.muon.kernels.rounding.key_of`.
+        first: number, in the sequence of random numbers, that the first element of each tensor uses.
+        kernels: the kernels that round.
         work: allocates the copies.
     """
     for part in chunks(tensors[0]):

@@ -83,8 +83,8 @@ def _of_events(folder: Path) -> dict[str, Values]:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ImportError:
         raise RecordsError(
-            f"{folder} has TensorBoard's events, but tensorboard is not installed; install it, or enable csv_monitor "
-            "in the config of the run"
+            f"{folder} has TensorBoard's events, but the package tensorboard is not installed; install it, or enable "
+            "csv_monitor in the DeepSpeed config and train again"
         ) from None
     events = EventAccumulator(str(folder), {SCALARS: 0}).Reload()
     tags = events.Tags()[SCALARS]

@@ -150,14 +150,15 @@ class QKClip:
         if self.layers and not self._was_seen:
             raise UnsupportedError(
                 "optimizer.params.qk_clip: no attention layer ran in training mode and with gradients before this "
-                "step; if the model is compiled, do not compile it, because compiled attention cannot be observed"
+                "step; run the model so before each step, and do not compile it, because compiled attention cannot be "
+                "observed"
             )
         idle = {layer.name for layer in self.layers} - self.largest.keys() - self._warned
         if idle and is_logging:
             self._warned |= idle
             logger.warning(
-                "deepspeed-muon: qk_clip: %d attention layers did not run in this step or are compiled (first: %s); "
-                "qk_clip does not change their weights in such steps",
+                "deepspeed-muon: qk_clip: saw no attention in %d layers (first: %s) in this step, and does not scale "
+                "their weights in such steps; ignore this if the model skipped them, or do not compile them",
                 len(idle),
                 min(idle),
             )

@@ -81,12 +81,12 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
     if problems:
         texts = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
         raise MuonConfigError(
-            f"optimizer.params.qk_clip: cannot act on these attention layers, so remove the key: {texts}"
+            f"optimizer.params.qk_clip: remove this key, because it cannot act on these attention layers: {texts}"
         )
     shared = [param for layer in found.values() for param in layer.weights]
     if len(set(shared)) < len(shared):
         raise MuonConfigError(
-            "optimizer.params.qk_clip: cannot act on attention layers that share weights, so remove the key"
+            "optimizer.params.qk_clip: remove this key, because it cannot act on attention layers that share weights"
         )
     return found
 
@@ -117,10 +117,12 @@ def _attention(
     """Return the heads of attention ``module``; raise ValueError, with the reason, if QK-clip cannot act on it."""
     for child, _ in module.named_children():
         if _NORM.search(child):
-            raise ValueError(f"{child} normalizes queries or keys, so that scaling their weights has no effect")
+            raise ValueError(
+                f"{child} normalizes queries or keys, so scaling the weights of queries and keys has no effect"
+            )
     heads = heads_of(module, model)
     if heads is None:
-        raise ValueError("neither the module nor a config has its number of heads")
+        raise ValueError("neither the attention module nor the config of the model has the number of heads")
     latent = any(leaf.lower() in LATENT for leaf in projections)
     weights: dict[nn.Parameter, tuple[HeadWeights, ...]] = {}
     keys = heads.queries
@@ -132,14 +134,19 @@ def _attention(
                     "does not scale the logits"
                 )
             if param not in trained:
-                raise ValueError(f"{leaf}.{attribute} is frozen, but other projections of the layer are trained")
+                raise ValueError(
+                    f"{leaf}.{attribute} is frozen, but other queries or keys of the layer are trained; train or "
+                    "freeze all of them"
+                )
         parts = _parts(leaf, projection, module, model, heads, latent)
         keys = max((part.head + 1 for part in parts if part.role == "key"), default=keys)
         for attribute, param in projection.named_parameters():
             axis = output_axis(projection) if attribute == "weight" else 0
             weights[param] = tuple(_local_weights(param, parts, axis, projection))
     if heads.queries % keys:
-        raise ValueError(f"its number of query heads, {heads.queries}, is not a multiple of its {keys} key heads")
+        raise ValueError(
+            f"the number of query heads, {heads.queries}, is not a multiple of the number of key heads, {keys}"
+        )
     local = sorted({w.head for of_param in weights.values() for w in of_param if w.role == "query"})
     return Attention(name, heads.queries, keys, tuple(local), weights)
 
@@ -164,7 +171,9 @@ def _parts(
     else:
         found = list(_fused(leaf, shape, axis, module, model, heads))
     if sum(part.size for part in found) != outputs:
-        raise ValueError(f"the {outputs} outputs of {leaf} cannot be divided into its heads; the model has {heads}")
+        raise ValueError(
+            f"the {outputs} outputs of {leaf} cannot be divided into attention heads; the model has {heads}"
+        )
     return found
 
 
@@ -173,7 +182,9 @@ def _fused(
 ) -> Iterator[_Part]:
     known = None if is_a(module, DEVICE_CLASSES) else cut_fused(leaf, shape, axis, module, model)
     if known is None or known[1] != QKV:
-        raise ValueError(f"it is unknown how {leaf} of {type(module).__name__} orders its heads")
+        raise ValueError(
+            f"it is unknown in which order {leaf} of {type(module).__name__} computes queries, keys and values"
+        )
     sizes, groups = known[0].sizes, known[0].groups
     per_group, width = heads.queries // groups, sizes[0] * groups // heads.queries
     for group in range(groups):
@@ -186,7 +197,7 @@ def _local_weights(param: nn.Parameter, parts: Sequence[_Part], axis: int, proje
     """Yield this rank's part of the queries and keys in a weight or bias. A bias counts as a matrix of one column."""
     whole, sharding = whole_shape(param), sharding_of(param)
     if sharding is None and whole != local_shape(param):
-        raise ValueError("it is unknown how tensor parallelism split its weights")
+        raise ValueError("it is unknown how tensor parallelism has split its weights among the ranks")
     shape = (*whole, 1)[:2]
     blocks = cut(matrices(shape)[0], Cut(tuple(part.size for part in parts), axis))
     for part, block in zip(parts, blocks, strict=True):

@@ -146,8 +146,8 @@ def _of_torch(
 ) -> Seen:
     if query.ndim != 4:
         raise UnsupportedError(
-            f"qk_clip: scaled_dot_product_attention got queries of shape {list(query.shape)}; qk_clip needs [batch, "
-            "heads, tokens, width], to know the heads"
+            f"qk_clip: scaled_dot_product_attention got queries of shape {list(query.shape)}; pass [batch, heads, "
+            "tokens, width], so that qk_clip can tell the heads apart, or remove qk_clip"
         )
     visible = Visible(attn_mask, is_causal)
     if isinstance(attn_mask, CausalBias):
@@ -192,8 +192,8 @@ def _of_packed_flash(
     """Read the arguments of flash-attn for concatenated sequences, tensors ``[all tokens, heads, width]``."""
     if q.size(0) != k.size(0):
         raise UnsupportedError(
-            f"qk_clip: flash-attn's varlen function got {q.size(0)} queries and {k.size(0)} keys; only equal numbers "
-            "are supported, so remove qk_clip"
+            f"qk_clip: flash-attn's varlen function got {q.size(0)} queries and {k.size(0)} keys; qk_clip supports "
+            "only equal numbers, so remove it"
         )
     tokens = torch.arange(q.size(0), dtype=torch.int64, device=q.device)
     documents = torch.bucketize(tokens, cu_seqlens_q.to(tokens.dtype), right=True)

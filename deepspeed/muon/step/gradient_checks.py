@@ -118,8 +118,8 @@ def are_finite(tensors: list[Tensor]) -> bool:
         return True
     if any(t.layout != torch.strided for t in tensors):
         raise RuntimeError(
-            "MuonWithAuxAdam does not support sparse gradients; use nn.Embedding(..., sparse=False), or another "
-            "optimizer, such as torch.optim.SparseAdam, for that parameter"
+            "MuonWithAuxAdam does not support sparse gradients, and one parameter has a sparse gradient; use "
+            "nn.Embedding(..., sparse=False), or another optimizer for it, such as torch.optim.SparseAdam"
         )
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     # In fp16 the norm of a finite gradient may overflow.

@@ -66,7 +66,7 @@ class SecondMoments:
         if missing := {name for _, outputs in self._outputs for name in outputs} - self.by_name.keys():
             raise RuntimeError(
                 f"state_dict: NorMuon's second moments of {len(missing)} matrices are on other ranks; save with "
-                "engine.save_checkpoint, or call state_dict on all ranks within optimizer.whole_state()"
+                "engine.save_checkpoint, or call optimizer.state_dict on all ranks within optimizer.whole_state()"
             )
         # Every rank's file has all of them, so that a resumed run may have other owners.
         next(group for group in groups if group["use_muon"])[SAVED] = dict(self.by_name)
@@ -83,9 +83,12 @@ class SecondMoments:
         found = {name: moment for name, moment in saved if name not in not_saved}
         if is_logging and found and not self.is_used:
             logger.warning(
-                "deepspeed-muon: the checkpoint was saved with normuon; this run's config does not set it, so its "
-                "second moments are dropped"
+                "deepspeed-muon: the checkpoint was saved with normuon, but this run's config does not set it, so "
+                "NorMuon's second moments are dropped; set normuon to keep them"
             )
         if is_logging and self.is_used and not found:
-            logger.warning("deepspeed-muon: the checkpoint has no second moments for normuon; they start at zero")
+            logger.warning(
+                "deepspeed-muon: the checkpoint has no second moments for normuon; they start at zero, which does "
+                "no harm"
+            )
         self.by_name = found if self.is_used else {}

@@ -210,7 +210,7 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     qwen3 = transformers.Qwen3Config(**SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=4, **IDS)
     refused(transformers.Qwen3ForCausalLM(qwen3), r"model\.layers\.0\.self_attn: q_norm normalizes queries or keys")
     refused(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "found no softmax attention in the model")
-    net, frozen = Attention(), r"k_proj\.weight is frozen, but other projections of the layer are trained"
+    net, frozen = Attention(), r"k_proj\.weight is frozen, but other queries or keys of the layer are trained"
     refused(net, frozen, params=[*net.q_proj.parameters(), *net.v_proj.parameters()])
     net.k_proj.requires_grad_(False)
     refused(net, frozen)
@@ -219,13 +219,13 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     refused(net, r"q_proj\.lora_A\.weight changes the outputs of q_proj, as an adapter does")
     net = Attention()
     net.num_heads = 3
-    refused(net, "the 8 outputs of q_proj cannot be divided into its heads")
+    refused(net, "the 8 outputs of q_proj cannot be divided into attention heads")
     del net.num_heads
-    refused(net, "neither the module nor a config has its number of heads")
+    refused(net, "neither the attention module nor the config of the model has the number")
     net = nn.ModuleList([Attention(), Attention()])
     net[1].q_proj = net[0].q_proj
     refused(net, "attention layers that share weights")
-    no_names = "remove the key: 1: the names of its projections do not tell which are queries"
+    no_names = "attention layers: 1: the names of its projections do not tell which are queries"
     net[1].to_q, net[1].to_k = nn.Linear(8, 8), nn.Linear(8, 8)
     del net[1].q_proj, net[1].k_proj
     refused(net, no_names)

@@ -34,7 +34,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "other rates": ({}, RATES, KEPT),
     "normuon": (NORMUON, NORMUON, []),
     "normuon now": ({}, NORMUON, ["has no second moments for normuon; they start at zero"]),
-    "normuon no more": (NORMUON, {}, ["was saved with normuon; this run's config does not set it"]),
+    "normuon no more": (NORMUON, {}, ["was saved with normuon, but this run's config does not set it"]),
     "whole": (WHOLE, WHOLE, []),
     "split now": (WHOLE, SPLIT, [OTHER]),
 }
