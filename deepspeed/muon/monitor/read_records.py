@@ -25,10 +25,14 @@ MAX_SEARCHED = 10_000
 
 
 class Records:
-    """The records of one run, made from ``series``: name of a file or event -> its values.
+    """The monitor's records of one training run.
 
-    ``values``: name -> values, for example of ``loss`` or ``lr_muon``. ``layers``: measure -> layer -> values, with the
-    layers in network order. ``samples``: the numbers of samples at which this package has written a record.
+    ``series``: name of a CSV file or TensorBoard event -> its values. All values are given as {number of samples:
+    value}.
+
+    Attributes ``values``: {name: values}, for example of ``loss`` or ``lr_muon``. ``layers``: {measure: {layer:
+    values}}, with layers in the order of the network. ``samples``: the numbers of samples with a record of this
+    package, sorted.
     """
 
     def __init__(self, series: Mapping[str, Values]) -> None:
@@ -51,15 +55,15 @@ class Records:
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return a sort key that puts layer 10 after layer 9."""
+    """Return a sort key for a name that contains numbers: it puts ``layers.10`` after ``layers.9``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def read(folder: Path) -> Records:
-    """Read the records in a folder, from CSV files if it has some, otherwise from TensorBoard's events.
+    """Read the monitor's records in a folder, from its CSV files or, if it has none, from TensorBoard's events.
 
     Raises:
-        RecordsError: the folder does not exist or has no records; the message names the nearest folder that has some.
+        RecordsError: the folder does not exist or has no records. The message names the nearest folder that has some.
     """
     if not folder.is_dir():
         raise RecordsError(f"{folder} is not a folder; {_suggestion(folder)}")
@@ -73,7 +77,10 @@ def read(folder: Path) -> Records:
 
 
 def _of_csv(file: Path) -> Values:
-    """Return the values in one file. A resumed run repeats the header, which is skipped, and may repeat steps."""
+    """Return {number of samples: value} from one CSV file.
+
+    A resumed run repeats the header, which is skipped, and may repeat steps, of which the last counts.
+    """
     with file.open(newline="") as lines:
         return _ordered(row for row in csv.reader(lines) if len(row) == 2 and row[0].isdecimal())
 
@@ -92,13 +99,20 @@ def _of_events(folder: Path) -> dict[str, Values]:
 
 
 def _ordered(rows: Iterable[Iterable]) -> Values:
-    """Return the last value for each number of samples, without infinities and NaN. ``rows``: (samples, value)."""
+    """Return {number of samples: value}, sorted, from (number of samples, value) pairs.
+
+    The last value counts if there are several for a number. Infinities and NaN are left out.
+    """
     found = {int(samples): float(value) for samples, value in rows}
     return {samples: found[samples] for samples in sorted(found) if math.isfinite(found[samples])}
 
 
 def _suggestion(asked: Path) -> str:
-    """Return advice on a folder without records: which folder below it, or below its existing part, has some."""
+    """Return the end of an error message about ``asked``, a folder without records: where there are some.
+
+    It names the nearest folder with records below ``asked``, or below its closest parent that exists. If there are no
+    records, it says which folder is expected.
+    """
     start = next(path for path in (asked, *asked.absolute().parents) if path.is_dir())
     folders = islice(os.walk(start), MAX_SEARCHED)
     prefixes = FILE_PREFIX, EVENTS_PREFIX

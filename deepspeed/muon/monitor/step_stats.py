@@ -41,25 +41,32 @@ _EXPERT = re.compile(r"(experts)\.\d+\.")
 
 @cache
 def label(parameter: str) -> str:
-    """Return the name under which a parameter is recorded: ``mlp.experts.3.up`` -> ``mlp.experts.all.up``."""
+    """Return the name under which the monitor records a parameter. All experts of a layer share one name.
+
+    ``mlp.experts.3.up`` -> ``mlp.experts.all.up``
+    """
     return _EXPERT.sub(r"\1.all.", parameter)
 
 
 class Sample(NamedTuple):
-    """The name of the matrix whose singular values are measured, and the :func:`label` of its parameter."""
+    """The matrix whose singular values are measured for one record.
+
+    ``label``: :func:`label` of its parameter. ``matrix``: name of the matrix. Empty strings mean that none is measured.
+    """
 
     label: str = ""
     matrix: str = ""
 
 
 class StepStats:
-    """What the monitor records about one step, measured on one rank.
+    """What the monitor records about one step, as measured on one rank.
 
-    Each value is the quotient of a numerator and a denominator, summed over the elements that this rank holds. Their
-    sums over all ranks give the value of the whole parameter, however it is sharded.
+    Each value is a numerator divided by a denominator. A rank adds up both over the elements that it holds. Added up
+    over all ranks, they give the value of the whole parameter, however it is sharded.
 
-    ``synchronize``: waits for the accelerator, so that its work is charged to the phase that started it. ``sample``:
-    the matrix to measure, if this rank is its owner.
+    Args:
+        synchronize: function that waits for the accelerator, so that its work is charged to the phase that started it.
+        sample: the matrix whose singular values are measured if this rank owns it; ``None``: no matrix.
     """
 
     def __init__(self, synchronize: Callable[[], None], sample: Sample | None = None) -> None:
@@ -71,7 +78,7 @@ class StepStats:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside the context to phase ``name``, except those spent on measuring."""
+        """Return a context that adds the seconds spent in it, without those spent on measuring, to phase ``name``."""
         started = self._now(name)
         try:
             yield
@@ -79,20 +86,28 @@ class StepStats:
             self.seconds[name] += self._now(name) - started
 
     def _now(self, name: str) -> float:
-        """Return the seconds on a clock that is stopped while measuring; for the phase RECORD, on the real clock."""
+        """Return the seconds on a clock that stops during measurements; for the phase RECORD, on the real clock."""
         self._synchronize()
         return time.perf_counter() - (0.0 if name == RECORD else self.seconds[RECORD])
 
     # ---- called by the optimizer ----------------------------------------------------------------------
 
     def before_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
-        """Measure the effective rank of the sampled matrix, if it is in the batch; ``matrices [batch, rows, cols]``."""
+        """Measure the effective rank of the sampled matrix, if it is in a batch that Newton-Schulz will orthogonalize.
+
+        ``names``: names of the batch's matrices. ``matrices``: the batch, ``[batch, rows, cols]``.
+        """
         if self._sample.matrix in names:
             with self.phase(RECORD):
                 self._rank_before = participation_ratio(matrices[names.index(self._sample.matrix)])
 
     def after_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
-        """Measure the sampled matrix again, after Newton-Schulz, and record it unless it has no gradient."""
+        """Measure the orthogonality error of the sampled matrix, if it is in a batch that Newton-Schulz has
+        orthogonalized.
+
+        Record it, together with the effective rank, unless the matrix has no gradient. ``names``: names of the batch's
+        matrices. ``matrices``: the batch, ``[batch, rows, cols]``.
+        """
         if self._sample.matrix in names and not math.isnan(self._rank_before):
             with self.phase(RECORD):
                 error = orthogonality_error(matrices[names.index(self._sample.matrix)])
@@ -102,10 +117,13 @@ class StepStats:
     def before_apply(
         self, runs: Iterable[tuple[str, Tensor, Tensor, float]], group: dict[str, Any], cautious: bool
     ) -> None:
-        """Measure the sizes of updates and weights on this rank's shard, and how many weights will decay.
+        """Measure the sizes of weights and updates on this rank, and how many weights will decay, before the update.
 
-        ``runs``: (parameter name, weights before the update, orthogonalized update, its scale); both tensors are 1-D,
-        and the weights are valid until the next item is taken. ``cautious``: ``cautious_weight_decay`` is on.
+        Args:
+            runs: (parameter name, weights, orthogonalized update, scale of the update) of each piece of a matrix.
+                Weights and update are 1-D. The weights are valid until the next item is taken.
+            group: the parameter group, with ``lr`` and ``weight_decay``.
+            cautious: whether ``cautious_weight_decay`` is on.
         """
         lr, counts_decay = group["lr"], cautious and group["weight_decay"] != 0
         with self.phase(RECORD):
@@ -123,7 +141,10 @@ class StepStats:
                     self.add(f"{CAUTIOUS}/{label(name)}", decays, count)
 
     def after_adamw(self, squares: Iterable[tuple[Tensor, int]]) -> None:
-        """Record AdamW's updates: ``squares`` yields (sum of squares of an update, 0-D; its number of elements)."""
+        """Record the sizes of AdamW's updates.
+
+        ``squares``: (sum of squares of an update at learning rate 1, 0-D; number of its elements), for each update.
+        """
         with self.phase(RECORD):
             for total, count in squares:
                 self.add(SIZES["adamw"], float(total), count)
@@ -131,18 +152,25 @@ class StepStats:
     # ---- the result -----------------------------------------------------------------------------------
 
     def add(self, name: str, numerator: float, denominator: float) -> None:
-        """Add to the two sums whose quotient is the value recorded under ``name``."""
+        """Add a numerator and a denominator to the sums whose quotient is recorded under ``name``."""
         sums = self._sums[name]
         sums[0] += numerator
         sums[1] += denominator
 
     def sums(self, names: Sequence[str]) -> Tensor:
-        """Return numerator and denominator of each named value, fp64 ``[names, 2]``, on the CPU, to add over ranks."""
+        """Return this rank's sums of numerators and denominators, fp64 ``[names, 2]``, on the CPU.
+
+        They are zero for values that this rank has not measured. The caller adds them up over all ranks.
+        """
         return torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device="cpu").view(-1, 2)
 
 
 def values_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:
-    """Return name -> value, from the sums of all ranks ``[names, 2]``; values with a denominator of 0 are left out."""
+    """Return {name: value} from the ``sums`` of all ranks, ``[names, 2]``: numerators divided by denominators.
+
+    For ``update_rms_*`` and ``update_to_weight``, whose sums are sums of squares, the value is the root of the
+    quotient. Names with a denominator of 0, which no rank has measured, are left out.
+    """
     pairs = zip(names, sums.tolist(), strict=True)
     found = {name: numerator / denominator for name, (numerator, denominator) in pairs if denominator}
     are_squares = (*SIZES.values(), CHANGE)
@@ -155,7 +183,7 @@ def values_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:
 def orthogonality_error(x: Tensor) -> float:
     """Return the root mean square of ``s^2 - 1`` over the singular values s of ``x``, ``[rows, cols]``.
 
-    It is 0 for an orthogonal matrix, 1 for a zero matrix.
+    The result is 0 for an orthogonal matrix, 1 for a zero matrix.
     """
     gram = _gram(x, 1.0)
     gram.diagonal().sub_(1.0)
@@ -163,10 +191,10 @@ def orthogonality_error(x: Tensor) -> float:
 
 
 def participation_ratio(x: Tensor) -> float:
-    """Return the effective rank of ``x``, ``[rows, cols]``: ``(sum s^2)^2 / sum s^4`` of its singular values s.
+    """Return the effective rank of ``x``, ``[rows, cols]``: ``(sum s^2)^2 / sum s^4`` over its singular values s.
 
-    It is the participation ratio of the s^2 (arXiv 2509.26560, section 1): from 1, for a matrix of rank 1, to the
-    smaller dimension, if all s are equal. It does not depend on the scale of ``x``; NaN for a zero matrix.
+    This is the participation ratio of the s^2 (arXiv 2509.26560, section 1). It is 1 for a matrix of rank 1. If all s
+    are equal, it is the smaller dimension. It does not depend on the scale of ``x``. It is NaN for a zero matrix.
     """
     low, high = torch.aminmax(x)
     gram = _gram(x, float(torch.maximum(high, -low)))
@@ -174,7 +202,10 @@ def participation_ratio(x: Tensor) -> float:
 
 
 def _gram(x: Tensor, scale: float) -> Tensor:
-    """Return G of ``x / scale``, fp32 ``[k, k]``. The scale keeps squares of tiny or huge entries in fp32's range."""
+    """Return the smaller Gram matrix of ``x / scale``, fp32 ``[k, k]`` with k = min(rows, cols).
+
+    The scale keeps squares of tiny or huge entries in fp32's range.
+    """
     wide = x if x.size(0) <= x.size(1) else x.mT
     gram = torch.zeros(wide.size(0), wide.size(0), dtype=torch.float32, device=x.device)
     for part in wide.split(max(1, CHUNK // wide.size(0)), dim=1):
@@ -184,12 +215,14 @@ def _gram(x: Tensor, scale: float) -> Tensor:
 
 
 def sums_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[Tensor]:
-    """Yield for each chunk fp32 ``[4]``: its number of elements, norm of weights, norm of updates, decaying elements.
+    """Yield sizes of weights and their update, chunk by chunk, as fp32 ``[4]``.
+
+    The four are: number of elements, norm of the weights, norm of the update, number of elements that decay.
 
     Args:
         weight: weights before the update, 1-D.
-        update: orthogonalized update, not yet scaled, in the shape of ``weight`` and any floating dtype.
-        cautious: whether to count the elements to which cautious weight decay applies; otherwise the count is 0.
+        update: orthogonalized update, not yet scaled, of the same shape and any floating dtype.
+        cautious: whether to count the elements to which cautious weight decay applies; otherwise the number is 0.
     """
     for part in chunks(weight):
         w, u = weight[part], update[part]

@@ -27,10 +27,13 @@ from deepspeed.muon.monitor.step_stats import (
 
 
 class Recorder:
-    """Measures steps on all ranks; rank 0 writes the sums. The constructor and :meth:`record` are collectives.
+    """The part of the monitor that measures steps on all ranks; rank 0 writes the records through DeepSpeed.
 
-    ``optimizer``: a :class:`deepspeed.muon.optimizer.MuonWithAuxAdam` that is bound. ``synchronize``: waits for the
-    accelerator.
+    The constructor and :meth:`record` are collectives.
+
+    Args:
+        optimizer: a :class:`deepspeed.muon.optimizer.MuonWithAuxAdam` whose step is planned.
+        synchronize: function that waits for the accelerator.
     """
 
     def __init__(self, optimizer: Any, synchronize: Callable[[], None]) -> None:
@@ -46,11 +49,17 @@ class Recorder:
         self._layers = union(layer.name for layer in (optimizer.qk_clip.layers if optimizer.qk_clip else ()))
 
     def is_due(self, engine: Any) -> bool:
-        """Return whether to record the next step."""
+        """Return whether the engine's next step is to be recorded, according to ``monitor_interval``."""
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
     def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
-        """Call ``step`` to take the step, measure it and write its record; ``outer`` is entered around each phase."""
+        """Make a step, measure it, and write its record. A collective.
+
+        Args:
+            step: function that makes the step.
+            engine: the DeepSpeed engine.
+            outer: function that returns a context manager for a phase's name. The phase runs within it.
+        """
         optimizer = self._optimizer
         sample = self.sample((engine.global_steps + 1) // optimizer.config.monitor_interval - 1)
         stats = StepStats(self._synchronize, sample)
@@ -75,10 +84,10 @@ class Recorder:
             engine.monitor.write_events(events)
 
     def sample(self, turn: int) -> Sample:
-        """Return the matrix to sample in record number ``turn`` (from 0), equal on all ranks and after a resume.
+        """Return the matrix whose singular values to measure in record number ``turn``, from 0.
 
-        The parameters take turns in strides of about 0.62 of their number, so that successive samples come from distant
-        layers. A parameter with several matrices shows another one in each of its turns.
+        It is equal on all ranks and after a resume. The parameters take turns, in an order in which successive ones are
+        far apart in the network. A parameter with several matrices shows another one in each of its turns.
         """
         count = len(self._labels)
         if not count:  # the user has left every matrix to AdamW
@@ -90,7 +99,10 @@ class Recorder:
         return Sample(name, matrices[turn // count % len(matrices)])
 
     def _summed(self, stats: StepStats, sample: Sample) -> dict[str, float]:
-        """Return name -> value of a step, from sums over all ranks; a collective."""
+        """Return {name: value} for the record of a step, from the sums of all ranks; a collective.
+
+        ``stats``: what this rank has measured. ``sample``: the matrix whose singular values were measured.
+        """
         clip = self._optimizer.qk_clip
         for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
             stats.add(f"{LOGIT}/{layer}", logit, 1)

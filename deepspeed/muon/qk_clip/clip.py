@@ -27,9 +27,14 @@ from deepspeed.muon.qk_clip.query_keys import Attention, Role
 
 
 class _HeadPart(NamedTuple):
-    """Elements of one tensor, ``piece``, that compute the queries or keys (``role``) of one head of ``layer``.
+    """Elements of one tensor that compute the queries or keys of one attention head.
 
-    ``parameter``: the parameter that they belong to. ``piece.element`` is an index in the tensor, not the parameter.
+    Args:
+        parameter: name of the parameter that the elements belong to.
+        layer: name of the attention module.
+        role: what the elements compute; see :data:`deepspeed.muon.qk_clip.query_keys.Role`.
+        head: index of the query head, or of the key head.
+        piece: where the elements are. Its ``element`` is an index in the tensor, not in the parameter.
     """
 
     parameter: str
@@ -40,17 +45,18 @@ class _HeadPart(NamedTuple):
 
 
 class QKClip:
-    """Watches a model's attention logits, and scales the query and key weights of heads whose logits are too large.
+    """QK-clip for one model: it watches attention logits, and scales down the weights of heads with too large logits.
 
-    The largest logit is taken over all micro-batches of all ranks that train the same layers, so that every rank scales
-    its part of a weight by the same factor. The tensors that the optimizer updates are scaled, weights and biases, of
-    Muon's and AdamW's parameters; frozen parameters and matrices without a gradient in the step are not.
+    It scales the weights and biases that compute queries and keys, whether Muon or AdamW updates them. It does not
+    scale frozen parameters, nor matrices without a gradient in the step. The largest logit is taken over all
+    micro-batches of all ranks that train the same layers, so every rank scales its part of a weight by the same factor.
 
     Args:
         options: the value of the config key ``qk_clip``.
-        layers: attention module -> its heads.
-        names: parameter -> its name in the partitions.
-        step: returns the number of steps done, which seeds the sampling of logits and random rounding.
+        layers: attention module -> its heads, from :func:`deepspeed.muon.qk_clip.query_keys.attention_layers`.
+        names: parameter -> its name in :class:`Partition` objects.
+        step: function that returns the number of steps done. The number seeds the sampling of logits and random
+            rounding.
     """
 
     def __init__(
@@ -89,9 +95,13 @@ class QKClip:
         return f"QK-clip of {len(self.layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
 
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
-        """Find the heads' weights in the tensors that this rank updates.
+        """Find the heads' weights in the tensors that this rank updates. Call it again whenever the tensors change.
 
-        ``group``: process group of the ranks that train the same layers; ``None``: all. ``device``: of the collective.
+        Args:
+            partitions: the partitions of all parameter groups; each lists this rank's tensors and the parameters in
+                them.
+            group: process group of the ranks that train the same layers; ``None``: all ranks.
+            device: device on which :meth:`begin_step` calls its collective.
         """
         self._group, self._device = group, device
         self._parts.clear()
@@ -106,14 +116,15 @@ class QKClip:
                 )
 
     def begin_step(self, is_logging: bool) -> None:
-        """Agree on each layer's largest logits since the last step, and on frozen parameters; a collective.
+        """Compute the factors of all heads from their largest logits since the last step; a collective.
 
-        Called before each step. A layer that did not run, for example because the batch has another modality, is not
-        scaled. ``is_logging``: whether this rank warns about such layers.
+        Call it on all ranks before each step. The ranks agree on the logits, and on which parameters are frozen. A
+        layer that did not run, for example because the batch has another modality, is not scaled. ``is_logging``:
+        whether this rank warns about such layers.
 
         Raises:
-            UnsupportedError: the attention of a layer ran but could not be observed, or no attention was observed in
-                the first step. It is raised on all ranks that train these layers.
+            UnsupportedError: a layer ran but its logits could not be observed, or no layer was observed before the
+                first step. It is raised on all ranks that train these layers.
         """
         count = sum(layer.queries for layer in self.layers)
         # One collective for all: 1 + index of a layer that cannot be observed, the logits of all heads, who is trained.
@@ -166,12 +177,17 @@ class QKClip:
     def apply(
         self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str], *, kernels: Operations, work: Workspace
     ) -> None:
-        """Scale the heads in ``tensors``, which have just been updated; bf16 tensors are rounded stochastically.
+        """Scale the weights of heads whose logits are too large. Call it right after ``tensors`` have been updated.
+
+        bf16 weights are rounded stochastically.
 
         Args:
-            plan: the plan of the tensors if Muon updates them; ``None`` if AdamW does.
-            absent: names of the matrices that must keep their values, as they have no gradient. One may be part of a
+            tensors: the updated tensors, which contain the weights.
+            plan: the plan of these tensors if Muon updates them; ``None`` if AdamW does.
+            absent: names of the matrices that have no gradient in this step. They keep their values, even as part of a
                 head.
+            kernels: the kernels that round.
+            work: allocates the temporaries.
         """
         scaled = []
         for tensor in tensors:
@@ -198,7 +214,7 @@ class QKClip:
             view.copy_(values)
 
     def _unchanged(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
-        """Yield views of the elements of ``absent`` matrices in parameters that have heads."""
+        """Yield views into ``tensors`` of the ``absent`` matrices of parameters with heads: they must not be scaled."""
         for bucket in plan.buckets if plan and absent else ():
             for run in bucket.runs:
                 if run.matrix in absent and run.parameter in self._weights:

@@ -29,16 +29,16 @@ HIDDEN = -9000.0
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query sees. All conditions must hold.
+    """The keys that each query of an attention call sees. A key must satisfy all of the conditions.
 
     Args:
-        mask: broadcast to ``[batch, heads, queries, keys]``; bool (true: seen), or floats that are added to the logits,
-            of which :data:`HIDDEN` or less hides a key.
-        is_causal: whether query i sees no key after position i + ``shift``.
-        shift: position of query i among the keys, minus i.
-        window: (before, after): how many keys before and after its position a query sees; negative: all.
-        documents: (document of each query, ``[queries]``; document of each key, ``[keys]``): a query sees the keys of
-            its own document.
+        mask: a tensor that can be broadcast to ``[batch, heads, queries, keys]``. It is bool (True: seen), or has
+            floats that are added to the logits, where :data:`HIDDEN` or less hides a key. ``None``: no condition.
+        is_causal: whether a query sees no key after its own position.
+        shift: query i has position i + ``shift`` among the keys.
+        window: (before, after): how many keys before and after its own position a query sees; negative: all.
+        documents: (document number of each query, ``[queries]``; document number of each key, ``[keys]``). A query sees
+            only keys of its own document. ``None``: no condition.
     """
 
     mask: Tensor | None = None
@@ -49,29 +49,35 @@ class Visible:
 
     @property
     def _after(self) -> int:
-        """Return how many keys after its own position a query sees; negative: all."""
+        """Return how many keys after its own position a query sees; a negative number means all of them."""
         return 0 if self.is_causal else self.window[1]
 
     @property
     def is_prefix(self) -> bool:
-        """Return whether every query sees all keys from the first one up to some position, and no others."""
+        """Return whether each query sees all keys up to a last one, which may differ between queries, and no others."""
         return self.mask is None and self.documents is None and self.window[0] < 0
 
     def last(self, queries: int, keys: int) -> Tensor:
-        """Return the index of the last key that each query sees, ``[queries]``, int64; negative if it sees none. Valid
-        only if :attr:`is_prefix`.
+        """Return the index of the last key that each query sees, int64 ``[queries]``; negative if it sees no key.
+
+        Call it only if :attr:`is_prefix`. ``queries``, ``keys``: the numbers of queries and keys.
         """
         if self._after < 0:
             return torch.full((queries,), keys - 1, dtype=torch.int64, device="cpu")
         return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
     def reach(self, query: int, keys: int) -> int:
-        """Return an n such that queries 0 to ``query`` see only keys among the first n."""
+        """Return a number n such that the queries with indices 0 to ``query`` see no key except the first n.
+
+        ``keys``: number of all keys. The result is from 1 to ``keys``.
+        """
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
     def of(self, queries: Tensor, keys: int) -> Tensor | None:
-        """Return which of the first ``keys`` keys the queries with these indices see; ``None`` if all see all. The
-        result is bool and can be broadcast to ``[batch, heads, queries, keys]``.
+        """Return which of the first ``keys`` keys each of some queries sees; ``None`` if each sees all of them.
+
+        ``queries``: indices of the queries, int64, 1-D. The result is bool, True for a key that is seen. It can be
+        broadcast to ``[batch, heads, queries, keys]``.
         """
         found = []
         distance = torch.arange(keys, dtype=torch.int64, device=queries.device) - queries[:, None] - self.shift
@@ -89,18 +95,20 @@ class Visible:
 
 
 def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0) -> Tensor:
-    """Return the largest logit of each query head, ``[heads]``, fp32; minus infinity if no query of a head sees a key.
+    """Return the largest attention logit of each query head, fp32 ``[heads]``; minus infinity if it sees no key.
 
-    A logit is ``scale`` times the product of query and key, before biases and soft caps. It is computed in their dtype,
-    but in fp32 for fp16. ``sampled`` returns this maximum or less, ``bound`` this maximum or more.
+    A logit is ``scale`` times the dot product of a query and a key, before biases and soft caps. The dot product is
+    computed in the dtype of ``query``, but in fp32 if that is fp16.
 
     Args:
         query: ``[batch, heads, queries, width]``.
         key: ``[batch, key_heads, keys, width]``; query heads that share a key head are adjacent.
+        scale: factor of the dot products.
         visible: which keys each query sees.
-        mode: ``exact``: over all pairs of query and key; ``sampled``: for some of the queries; ``bound``: the largest
-            product of norms, which no logit exceeds; ``auto``: ``exact`` up to :data:`MAX_EXACT` logits, otherwise
-            ``sampled``.
+        mode: ``exact``: the largest logit of all queries and keys. ``sampled``: the largest logit of one query in
+            :data:`SHARE`, so the result may be too small. ``bound``: ``scale`` times the largest product of a query's
+            norm and a key's norm, so the result may be too large. ``auto``: ``exact`` up to :data:`MAX_EXACT` logits,
+            otherwise ``sampled``.
         step: number of the training step, which decides which queries ``sampled`` takes.
     """
     batch, heads, count, _ = query.shape
@@ -129,13 +137,16 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: st
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
-    """Return the products of all queries and keys, ``[batch, heads, queries, keys]``."""
+    """Return the dot products of all queries and keys, ``[batch, heads, queries, keys]``."""
     grouped = query.unflatten(1, (key.size(1), -1)).flatten(2, 3)
     return (grouped @ key.transpose(-1, -2)).unflatten(2, (-1, query.size(2))).flatten(1, 2)
 
 
 def _bounds(query: Tensor, key: Tensor) -> Tensor:
-    """Return the products of the norms of all queries and keys, ``[batch, heads, queries, keys]``."""
+    """Return, for each query and key, the product of their norms, fp32 ``[batch, heads, queries, keys]``.
+
+    No dot product of the two is larger.
+    """
     norms = key.float().norm(dim=-1).repeat_interleave(query.size(1) // key.size(1), dim=1)
     return query.float().norm(dim=-1)[..., None] * norms[:, :, None]
 
@@ -149,10 +160,13 @@ def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """Factors for the weights of one attention layer: one for each query head, and one for each key head.
+    """The factors by which the weights of one attention layer's heads are multiplied; 1 leaves a head as it is.
 
-    ``rotary``: for each query head, the factor of the weights whose keys all heads share, such as the rotary part of
-    latent attention. Shared keys are not scaled, so these queries take the whole factor.
+    Args:
+        query: for each query head, the factor of its query weights.
+        key: for each key head, the factor of its key weights.
+        rotary: for each query head, the factor of those query weights that meet keys that all heads share, such as the
+            rotary part of latent attention. Shared keys are not scaled, so these queries take the whole factor.
     """
 
     query: list[float]
@@ -161,17 +175,17 @@ class Factors(NamedTuple):
 
 
 def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -> Factors:
-    """Return the factors that scale logits above ``tau`` down to ``tau`` and leave smaller ones as they are.
+    """Return the factors that scale logits above ``tau`` down to ``tau``, and leave smaller ones as they are.
 
-    To multiply a head's logits by g = tau / logit, its queries are multiplied by g^alpha and its keys by
-    g^(1 - alpha). A key head that several query heads share takes the g of their largest logit, so that none of them
-    stays above ``tau``.
+    To multiply a head's logits by g = tau / logit, its queries are multiplied by g^alpha and its keys by g^(1 - alpha).
+    If several query heads share a key head, its g is that of their largest logit, so that none of them stays above
+    ``tau``.
 
     Args:
-        logits: the largest logit of each query head. One that is not finite is not clipped.
+        logits: the largest logit of each query head. A head whose logit is not finite is not clipped.
         keys: number of key heads.
         tau: the threshold.
-        alpha: share of the scaling that queries take, from 0 to 1.
+        alpha: the queries' share of the scaling: 0 scales only keys, 1 only queries.
     """
     gains = [tau / logit if tau < logit < math.inf else 1.0 for logit in logits]
     per_key = len(gains) // keys

@@ -26,7 +26,13 @@ _NORM = re.compile(
 
 
 class HeadWeights(NamedTuple):
-    """The weights or biases that compute one head's queries or keys: ``block``, in this rank's shard of a parameter."""
+    """The weights or biases, in this rank's shard of a parameter, that compute one head's queries or keys.
+
+    Args:
+        role: what the weights compute.
+        head: index of the query head, or of the key head, over all tensor-parallel ranks.
+        block: where the weights are in the shard.
+    """
 
     role: Role
     head: int
@@ -34,7 +40,13 @@ class HeadWeights(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """``size`` adjacent outputs of a projection: queries or keys (``role``) of head ``head``, or neither (``None``)."""
+    """A number of adjacent outputs of a projection, such as the queries of one head.
+
+    Args:
+        size: number of outputs.
+        role: what the outputs are; ``None`` if they are neither queries nor keys.
+        head: index of the query head, or of the key head.
+    """
 
     size: int
     role: Role | None = None
@@ -43,9 +55,13 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The heads of one attention module: numbers of query and key heads on all tensor-parallel ranks together.
+    """One attention module's heads, and where the weights of their queries and keys are.
 
-    ``local_heads``: indices of the query heads on this rank. ``weights``: parameter -> the queries and keys in it.
+    Args:
+        name: name of the module.
+        queries, keys: numbers of query heads and key heads on all tensor-parallel ranks together.
+        local_heads: indices of the query heads whose weights this rank has.
+        weights: parameter -> the weights of each head in this rank's shard of the parameter.
     """
 
     name: str
@@ -56,13 +72,13 @@ class Attention:
 
 
 def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None = None) -> dict[nn.Module, Attention]:
-    """Return attention module -> its heads, for each softmax attention whose queries and keys are trained.
+    """Return {module: its heads} for each softmax attention module of ``model`` whose queries and keys are trained.
 
-    ``trained``: the parameters that an optimizer has; by default those with ``requires_grad``.
+    ``trained``: the parameters that an optimizer has; ``None``: those with ``requires_grad``.
 
     Raises:
-        MuonConfigError: QK-clip cannot act on a layer, because its heads are unknown or scaling its weights would not
-            scale its logits.
+        MuonConfigError: QK-clip cannot act on one of these modules. Its heads are unknown, scaling its weights would
+            not scale its logits, or it shares weights with another module.
     """
     trained = {param for param in model.parameters() if param.requires_grad} if trained is None else set(trained)
     found: dict[nn.Module, Attention] = {}
@@ -92,14 +108,20 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
 
 
 def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool:
-    """Return whether a module is softmax attention by its class, with trained matrices in it or its children."""
+    """Return whether a module's class is a softmax attention, and the module or a child has trained matrices.
+
+    ``trained``: the parameters that are trained.
+    """
     is_attention = isinstance(module, nn.MultiheadAttention) or type(module).__name__.endswith("Attention")
     own = [*module.parameters(recurse=False), *(p for child in module.children() for p in child.parameters(False))]
     return is_attention and not is_linear_attention(module) and any(p in trained and p.ndim == 2 for p in own)
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> child, for an attention module's children that compute queries or keys; ``{}`` for others."""
+    """Return {name: child} for the children of an attention module that compute queries or keys.
+
+    It is empty for modules that are not softmax attention, or whose children have unknown names.
+    """
     if isinstance(module, nn.MultiheadAttention) or is_linear_attention(module):
         return {}
 
@@ -114,7 +136,10 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
 def _attention(
     name: str, module: nn.Module, projections: Mapping[str, nn.Module], model: nn.Module, trained: Set[nn.Parameter]
 ) -> Attention:
-    """Return the heads of attention ``module``; raise ValueError, with the reason, if QK-clip cannot act on it."""
+    """Return the heads of the attention module ``module``, whose name is ``name``.
+
+    ``projections``: from :func:`_projections`. Raise ValueError, with the reason, if QK-clip cannot act on the module.
+    """
     for child, _ in module.named_children():
         if _NORM.search(child):
             raise ValueError(
@@ -154,7 +179,11 @@ def _attention(
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Part]:
-    """Return the parts of a projection's outputs, in order. ``leaf``: its name; ``latent``: in latent attention."""
+    """Return what the outputs of a projection are, in order: queries, keys or others of each head.
+
+    ``leaf``: name of the projection in its module, such as ``q_proj``. ``latent``: whether the module is latent
+    attention.
+    """
     shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs = leaf.lower(), shape[axis]
     if kind in LATENT:
@@ -194,7 +223,11 @@ def _fused(
 
 
 def _local_weights(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: Any) -> Iterator[HeadWeights]:
-    """Yield this rank's part of the queries and keys in a weight or bias. A bias counts as a matrix of one column."""
+    """Yield the weights of each head in this rank's shard of ``param``, the weight or bias of a projection.
+
+    A bias counts as a matrix of one column. ``parts``: what the projection's outputs are. ``axis``: axis of the
+    outputs.
+    """
     whole, sharding = whole_shape(param), sharding_of(param)
     if sharding is None and whole != local_shape(param):
         raise ValueError("it is unknown how tensor parallelism has split its weights among the ranks")

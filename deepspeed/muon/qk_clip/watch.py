@@ -27,15 +27,17 @@ Seen = tuple[Tensor, Tensor, float, Visible]
 
 
 class AttentionWatch:
-    """Record the largest attention logit of every head since the last :meth:`clear`.
+    """The hooks in a model that record the largest attention logit of every head since the last :meth:`clear`.
 
-    Forwards without gradients or in evaluation mode (evaluation, generation, reference models) are ignored. Gradient
-    checkpointing runs a forward twice. The first run is recorded, or the recomputation during backward if the first ran
-    without gradients (reentrant).
+    They ignore forwards in evaluation mode or without gradients, as in generation. Gradient checkpointing runs a
+    forward twice, of which they record one: the first, or the recomputation during backward if the first ran without
+    gradients (``use_reentrant=True``).
 
-    ``mode``: see :func:`deepspeed.muon.qk_clip.logits.largest`. ``step``: returns the number of steps done, the seed of
-    mode ``sampled``; called at most once between two calls of :meth:`clear`, because the number may have to be copied
-    from an accelerator.
+    Args:
+        layers: attention module -> its heads.
+        mode: how logits are computed; see :func:`deepspeed.muon.qk_clip.logits.largest`.
+        step: function that returns the number of steps done, the seed of mode ``sampled``. It is called at most once
+            between two calls of :meth:`clear`, because the number may have to be copied from an accelerator.
     """
 
     def __init__(self, layers: Mapping[nn.Module, Attention], mode: str, step: Callable[[], int]) -> None:
@@ -61,7 +63,7 @@ class AttentionWatch:
         return AttentionWatch, ({}, self._mode, int)  # a copied or pickled model holds the hooks, and is not watched
 
     def clear(self) -> None:
-        """Forget all records. Called while no forward runs."""
+        """Forget all recorded logits. Call it only while no forward runs."""
         self.largest.clear()
         self.missed.clear()
         self._watched_forwards.clear()
@@ -71,7 +73,7 @@ class AttentionWatch:
                 calls.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the watch's hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -116,7 +118,7 @@ class AttentionWatch:
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Record the arguments of attention functions that are called while the mode is active."""
+    """The mode that records, in ``seen``, the queries and keys of attention functions called while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +170,10 @@ def _of_flash(
     *_: Any,
     **__: Any,
 ) -> Seen:
-    """Read the arguments of flash-attn, tensors ``[batch, tokens, heads, width]``; the last query sees the last key."""
+    """Return the queries, keys, scale and visible keys of a flash-attn call, from its arguments.
+
+    The tensors are ``[batch, tokens, heads, width]``. flash-attn gives the last query the position of the last key.
+    """
     visible = Visible(is_causal=causal, shift=k.size(1) - q.size(1), window=(window_size_left, window_size_right))
     return q.detach().transpose(1, 2), k.detach().transpose(1, 2), _scale(softmax_scale, q), visible
 
@@ -189,7 +194,10 @@ def _of_packed_flash(
     *_: Any,
     **__: Any,
 ) -> Seen:
-    """Read the arguments of flash-attn for concatenated sequences, tensors ``[all tokens, heads, width]``."""
+    """Return the queries, keys, scale and visible keys of a flash-attn call with concatenated sequences (varlen).
+
+    The tensors are ``[all tokens, heads, width]``. Raise UnsupportedError if queries and keys differ in number.
+    """
     if q.size(0) != k.size(0):
         raise UnsupportedError(
             f"qk_clip: flash-attn's varlen function got {q.size(0)} queries and {k.size(0)} keys; qk_clip supports "

@@ -31,21 +31,21 @@ from deepspeed.muon.tuning import method_of, with_products
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """Facts that the ranks agree on before they plan; with an engine, :mod:`deepspeed.muon.zero.bind` makes them once.
+    """The facts on which all ranks must agree before they plan a step; :mod:`deepspeed.muon.zero.bind` finds them.
 
     Args:
-        is_logging: true on the one rank that logs facts common to all ranks.
+        is_logging: whether this rank logs what is the same on all ranks; true on one rank.
         kernels: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
-        unavailable: device type -> why its fast kernels cannot be used.
-        ranks_per_node: number of consecutive ranks on one node; 1 if unknown. Unless the config sets the number of
-            owners, only ranks of one node own a matrix together.
+        unavailable: device type -> reason why its fast kernels cannot be used.
+        ranks_per_node: number of consecutive ranks on one node; 1 if unknown. Several ranks own a matrix together only
+            if they are on one node, unless the config sets the number of owners.
         peers: process group of the ranks that train the same layers; ``None``: all ranks.
-        muon_of_all_stages: in a pipeline, for every Muon parameter of all stages, name -> hash of how the parameter is
-            split into matrices; the hash is empty for a parameter that is one matrix.
+        muon_of_all_stages: with a pipeline, {name: hash of how the parameter is split into matrices} for the Muon
+            parameters of all stages. The hash is empty for a parameter that is one matrix. ``None``: no pipeline.
         is_stepped_in_parts: whether one engine step calls the optimizer's ``step`` several times. The engine then calls
-            ``begin_step`` before the first call and releases the workspace after the last.
-        is_finite: returns whether the gradient of the current step is finite, as DeepSpeed's wrapper knows it;
-            ``None``: the optimizer checks its own gradients, which are equal on all ranks.
+            the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
+        is_finite: function that returns whether the gradients of the current step are finite, as DeepSpeed's optimizer
+            wrapper has found. ``None``: the optimizer checks the gradients itself, because they are equal on all ranks.
     """
 
     is_logging: bool = True
@@ -71,15 +71,19 @@ def bind_partition(
     blocks: Mapping[Tensor, Blocks],
     second_moments: SecondMoments,
 ) -> PartitionStep:
-    """Plan the step of one partition of Muon parameters.
+    """Plan the step of one partition of Muon parameters. Return the object that carries it out.
 
     Args:
-        group: the partition's parameter group. A loaded checkpoint may have stored ``owner_counts`` in it: shape, such
-            as ``16x64`` -> number of ranks that own a matrix of that shape together.
+        partition: the parameters that one call of the optimizer's ``step`` updates, and how the ranks share them.
+        group: the partition's parameter group. Its entry ``owner_counts``, from a loaded checkpoint, fixes how many
+            ranks own a matrix together: shape, such as ``16x64`` -> number of ranks.
+        config: the optimizer's config.
         choice: dtype, methods and kernels of Newton-Schulz.
-        tables: name -> kernels from which ``choice`` picks those of the matrix products.
+        context: what all ranks have agreed on.
+        tables: {name: kernels}; ``choice`` names those that compute matrix products.
         exchange: communication among the ranks of the partition.
-        blocks, second_moments: see :class:`deepspeed.muon.step.partition_step.PartitionStep`.
+        blocks: tensor -> the quantization blocks of its int8 momentum; empty for other dtypes.
+        second_moments: NorMuon's second moments of all partitions.
     """
     method = partial(method_of, choice, group["ns_method"])
     near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1

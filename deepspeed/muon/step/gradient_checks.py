@@ -30,11 +30,14 @@ PROBES = 16
 
 
 class _Probes(NamedTuple):
-    """The elements to test of the gradient of one tensor, number ``tensor`` of the partition.
+    """The elements of one tensor's gradient that :class:`GradientProbe` tests.
 
-    ``runs``: for each matrix with elements in the tensor, its contiguous pieces there. ``matrices``: these matrices'
-    indices among all names, int64 ``[matrices]``. ``positions``: of the elements of the tensor to test first, int64
-    ``[matrices, PROBES]``.
+    Args:
+        tensor: index of the tensor in the partition.
+        runs: for each matrix with elements in the tensor, the contiguous pieces of the matrix there.
+        matrices: index of each of these matrices among all matrices of the partition, int64 ``[matrices]``.
+        positions: for each of these matrices, indices in the tensor of the elements to test first, int64 ``[matrices,
+            PROBES]``.
     """
 
     tensor: int
@@ -44,9 +47,12 @@ class _Probes(NamedTuple):
 
 
 class GradientProbe:
-    """Finds the matrices of one partition that have no gradient, with a few tensor operations for all of them.
+    """The search for matrices of one partition that have no gradient, with a few tensor operations for all of them.
 
-    ``plan``: says where the partition's matrices lie. ``exchange``: reaches the ranks that hold parts of them.
+    Args:
+        partition: lists the tensors of this rank and the names of the matrices.
+        plan: says where in the tensors each matrix is.
+        exchange: communication with the ranks that hold other parts of the matrices.
     """
 
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
@@ -66,9 +72,10 @@ class GradientProbe:
             self._probes.append(_Probes(tensor, [*of_tensor.values()], integers([*of_tensor]), positions))
 
     def absent(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
-        """Return the names of the matrices whose gradient is zero on all ranks; a collective if ``look`` plans one.
+        """Return the names of the partition's matrices whose gradient is zero on all ranks.
 
-        ``tensors``: the partition's; a ``grad`` that is ``None`` counts as zero.
+        A collective, unless ``look.collectives`` is empty because each rank knows by itself. ``tensors``: the tensors
+        of the partition. A tensor whose ``grad`` is ``None`` has a zero gradient.
         """
         present = self._local(tensors).to(self._exchange.device)
         if look.collectives:
@@ -78,7 +85,10 @@ class GradientProbe:
         return frozenset(name for name, is_present in zip(self._names, present.tolist(), strict=True) if not is_present)
 
     def _local(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return int32 ``[matrices]``: 1 if this rank holds a nonzero element of a matrix's gradient, 0 if not."""
+        """Return, for each matrix of the partition, whether this rank holds a nonzero element of its gradient.
+
+        The result is int32 ``[matrices]``: 1 for yes, 0 for no.
+        """
         present = torch.zeros(len(self._names), dtype=torch.int32, device=tensors[0].device)
         grads = {
             p.tensor: grad.contiguous().view(-1) for p in self._probes if (grad := tensors[p.tensor].grad) is not None
@@ -101,7 +111,10 @@ class GradientProbe:
 
 
 def _spread(runs: Sequence[ShardRun]) -> list[int]:
-    """Return the positions in their tensor of PROBES elements, evenly spread over the runs of one matrix."""
+    """Return the indices in a tensor of PROBES elements of one matrix, spread evenly over the matrix.
+
+    ``runs``: the pieces of the matrix in the tensor.
+    """
     ends, positions = list(accumulate(run.copy.numel for run in runs)), []
     for probe in range(PROBES):
         element = (2 * probe + 1) * ends[-1] // (2 * PROBES)
@@ -113,7 +126,10 @@ def _spread(runs: Sequence[ShardRun]) -> list[int]:
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
-    """Return whether all gradients have a finite norm, as a bool on the host; raise RuntimeError if one is sparse."""
+    """Return, as a bool on the host, whether the norm of every gradient in ``tensors`` is finite; True for ``[]``.
+
+    Raise RuntimeError if a gradient is sparse.
+    """
     if not tensors:
         return True
     if any(t.layout != torch.strided for t in tensors):

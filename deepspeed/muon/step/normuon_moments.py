@@ -18,7 +18,10 @@ SAVED = "second_moments"
 
 
 class SecondMoments:
-    """NorMuon's second moments of the matrices that this rank owns. ``is_used``: whether NorMuon is on."""
+    """NorMuon's second moments of the matrices that this rank owns, that is, orthogonalizes.
+
+    ``is_used``: whether NorMuon is on. If it is off, there are no second moments.
+    """
 
     def __init__(self, is_used: bool) -> None:
         self.is_used = is_used
@@ -28,7 +31,11 @@ class SecondMoments:
         self._outputs: list[tuple[Exchange, dict[str, int]]] = []
 
     def bind(self, steps: Iterable[Any]) -> None:
-        """Keep the moments of the matrices that this rank owns by the plans of ``steps``; missing ones are zero."""
+        """Keep the second moments of exactly those matrices that this rank owns now; new ones are zero.
+
+        Call it after the steps are planned and after :meth:`load`. ``steps``: the :class:`PartitionStep` of each
+        partition.
+        """
         found: dict[str, Tensor] = {}
         self._outputs.clear()
         for step in steps if self.is_used else ():
@@ -42,12 +49,18 @@ class SecondMoments:
         self.by_name = found
 
     def of(self, names: Sequence[str]) -> list[Tensor]:
-        """Return the second moments of the named matrices, which this rank must own; an empty list without NorMuon."""
+        """Return the second moments of the named matrices, fp32 ``[outputs]`` each; an empty list without NorMuon.
+
+        This rank must own the matrices.
+        """
         return [self.by_name[name] for name in names] if self.is_used else []
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Hold all matrices' second moments, collected from their owners, while the context lasts; a collective."""
+        """Return a context in which this rank holds the second moments of all matrices, as :meth:`save` needs.
+
+        A collective: entering the context collects the moments from the owners.
+        """
         owned = self.by_name
         found = [exchange.collect(owned, outputs) for exchange, outputs in self._outputs]
         self.by_name = {name: moment for moments in found for name, moment in moments.items()} if found else owned
@@ -57,9 +70,10 @@ class SecondMoments:
             self.by_name = owned
 
     def save(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Put the second moments of all matrices, whoever owns them, into a state dict's first Muon group.
+        """Store the second moments of all matrices in the first Muon group of a state dict.
 
-        Raise RuntimeError if other ranks have some of the moments, because :meth:`whole` was not entered.
+        ``groups``: the state dict's parameter groups. They do not change if NorMuon is off. Raise RuntimeError if this
+        rank does not hold all second moments, because :meth:`whole` was not entered.
         """
         if not (self.by_name or self._outputs):
             return
@@ -72,12 +86,13 @@ class SecondMoments:
         next(group for group in groups if group["use_muon"])[SAVED] = dict(self.by_name)
 
     def load(self, groups: Iterable[dict[str, Any]], is_logging: bool, not_saved: Collection[str] = ()) -> None:
-        """Take the moments out of saved ``groups``.
+        """Take the second moments of all matrices out of a loaded state dict. Call :meth:`bind` afterwards.
 
         Args:
-            groups: saved parameter groups.
-            is_logging: warn if only one of the two runs uses NorMuon.
-            not_saved: names of matrices whose moments are those of another rank's matrix of the same name.
+            groups: the state dict's parameter groups. Their entries with second moments are removed.
+            is_logging: whether to warn if only the saved run or only this run uses NorMuon.
+            not_saved: names of matrices whose saved moments are ignored, because they belong to another rank's matrix
+                of the same name.
         """
         saved = (pair for group in groups for pair in group.pop(SAVED, {}).items())
         found = {name: moment for name, moment in saved if name not in not_saved}

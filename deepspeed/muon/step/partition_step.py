@@ -45,16 +45,24 @@ from deepspeed.muon.step.normuon_moments import SecondMoments
 
 
 def short_hash(text: str, digits: int = 16) -> str:
-    """Return the first ``digits`` hexadecimal digits of the SHA-256 of ``text``."""
+    """Return the first ``digits`` hexadecimal digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 class Call(NamedTuple):
-    """Runs of one bucket that are updated together, because they share a tensor, a buffer and a ``scale``.
+    """Some runs of one bucket, which are updated together because they share a tensor, a buffer and a scale.
 
-    ``runs``: their indices in the bucket. ``tensor``: index in the parameter group. ``in_place``: whether the buffer is
-    that of the owned matrices; otherwise it is the send buffer. ``spans``: the runs with neighbours joined; empty if
-    they are grids, whose elements are not contiguous. ``tiles``: the spans for a kernel that takes many, or ``None``.
+    A run is a piece of a matrix that this rank holds (:class:`ShardRun`). A bucket is the matrices that are exchanged
+    together (:class:`Bucket`).
+
+    Args:
+        runs: indices of the runs in the bucket.
+        tensor: index of their tensor in the parameter group.
+        in_place: true if their buffer is the one of the matrices that this rank owns, false if it is the send buffer.
+        scale: factor of their update.
+        spans: their contiguous ranges, with adjacent runs joined; empty if the elements of a run are not contiguous.
+        tiles: the spans as an argument of a kernel that updates many spans in one launch; ``None`` without such a
+            kernel.
     """
 
     runs: tuple[int, ...]
@@ -67,19 +75,24 @@ class Call(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class PartitionStep:
-    """The step of one partition of Muon parameters, and everything that it needs, computed once.
+    """The planned step of one partition of Muon parameters. It is made once and run in every training step.
 
     Args:
+        config: the optimizer's config.
+        partition: the parameters, and how the ranks share them.
+        plan: this rank's part of the plan: its buckets of matrices.
+        exchange: communication among the ranks of the partition.
         newton_schulz: schedule, methods and dtype of Newton-Schulz.
-        kernels: (rows, columns) of a matrix -> the kernels for its Newton-Schulz.
+        kernels: function of a matrix's (rows, columns) that returns the kernels for its Newton-Schulz.
         elementwise: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
         multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: one launch per span.
-        scale: (rows, columns) of a matrix -> factor of its update.
-        settings: text of all settings that decide the bits of results, for :attr:`digest`.
-        sharers: number of ranks that make the same plan, also if each then does all the work itself.
-        owner_counts: shape, such as ``16x64`` -> number of owners, for matrices with several; saved in checkpoints.
+        scale: function of a matrix's (rows, columns) that returns the factor of its update.
+        settings: all settings that decide the bits of results, as a text, for :attr:`digest`.
+        sharers: number of ranks that make the same plan, even if each of them then does all the work itself.
+        owner_counts: shape, such as ``16x64`` -> number of ranks that own a matrix together, for shapes with several
+            owners. Checkpoints store it.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other dtypes.
-        second_moments: NorMuon's state.
+        second_moments: NorMuon's second moments of all partitions.
     """
 
     config: MuonConfig
@@ -102,28 +115,31 @@ class PartitionStep:
 
     @cached_property
     def rules(self) -> Rules | None:
-        """Return the update rules beyond plain Muon; ``None`` if there are none."""
+        """Return the options that change Muon's update (:class:`Rules`); ``None`` for plain Muon."""
         return self.config.rules or None
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the products of Newton-Schulz."""
+        """Return the dtype of Newton-Schulz's matrix products."""
         return DTYPES[self.newton_schulz.dtype]
 
     @cached_property
     def gradients(self) -> GradientProbe:
-        """Return the object that finds the matrices without a gradient."""
+        """Return the object that finds the partition's matrices without a gradient."""
         return GradientProbe(self.partition, self.plan, self.exchange)
 
     @cached_property
     def program(self) -> Program:
-        """Return the list of operations that this rank carries out in a step."""
+        """Return this rank's operations in a step of the partition, computations and collectives, in order."""
         is_staged = self.exchange.staging is not None
         return program_of(self.plan, name_of(self.exchange.dtype), is_staged, self.newton_schulz)
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of everything that decides the ranks' collectives and the bits of results."""
+        """Return a hash of everything that decides the partition's collectives and the bits of its results.
+
+        It must be equal on all ranks that share the partition.
+        """
         wire, travels = name_of(self.exchange.dtype), self.plan.travels(self.exchange.staging is not None)
         how = self.newton_schulz.dtype, self.newton_schulz.device_type
         plan = self.plan.of_all
@@ -132,11 +148,11 @@ class PartitionStep:
 
     @cached_property
     def calls(self) -> list[list[Call]]:
-        """Return for each bucket its runs, grouped into calls."""
+        """Return for each bucket of the plan its runs, grouped into :class:`Call` objects."""
         return [[self._call(bucket, runs) for runs in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
 
     def warm_up(self) -> None:
-        """Compile and autotune the Newton-Schulz kernels on an accelerator."""
+        """Compile and autotune the partition's Newton-Schulz kernels on an accelerator, before the first step."""
         sizes: dict[tuple[int, int], set[tuple[int, int, int, int, torch.dtype]]] = defaultdict(set)
         for bucket in self.plan.buckets:
             for batch in bucket.batches:
@@ -159,13 +175,17 @@ class PartitionStep:
     def run(
         self, group: dict[str, Any], states: Mapping[Tensor, State], phase: Phase, stats: StepStats | None
     ) -> frozenset[str]:
-        """Take a step. Return the names of the matrices that were not updated, because they have no gradient.
+        """Make one step: update the partition's weights and optimizer states in place.
 
         Args:
-            group: the parameter group with this step's learning rate, momentum and weight decay, and its tensors.
-            states: tensor -> optimizer state.
-            phase: returns a context manager for a phase's name, which is entered around the phase.
-            stats: measures the step, if set.
+            group: the parameter group, with its tensors and this step's learning rate, momentum and weight decay.
+            states: tensor -> its optimizer state.
+            phase: function that returns, for a phase's name such as ``prepare``, a context manager. The phase runs
+                within it.
+            stats: measures the step for the monitor; ``None``: nothing is measured.
+
+        Returns:
+            Names of the matrices that were not updated, because their gradient is zero on all ranks.
         """
         self._group, self._states, self._stats = group, states, stats
         self._momentum, self._nesterov = group["momentum"], group["nesterov"]
@@ -182,7 +202,10 @@ class PartitionStep:
     # ---- on the shard: which matrices have a gradient -----------------------------------------------------
 
     def look(self, operation: Look) -> None:
-        """Find the matrices that have no gradient on any rank; they are not updated in this step."""
+        """Find the matrices of the partition whose gradient is zero on all ranks. This step does not update them.
+
+        ``operation``: the planned operation, with the collective to use.
+        """
         self._absent = self.gradients.absent(self._group["params"], operation)
         if self._stats is not None:
             # All ranks that share the plan count the same matrices, and their counts are added up.
@@ -193,8 +216,8 @@ class PartitionStep:
     def prepare(self, buffers: BucketBuffers) -> None:
         """Update the momentum of a bucket's runs, and write the input of Newton-Schulz into the bucket's buffers.
 
-        That input, called look-ahead, is ``g + momentum * (m - g)`` with Nesterov and ``m`` without, where g is the
-        gradient and m the updated momentum. It has the dtype of the exchange.
+        The input, called look-ahead, has the dtype of the exchange. With the gradient g and the updated momentum m, it
+        is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m.
         """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
@@ -215,7 +238,11 @@ class PartitionStep:
                     self._advance(tensor, grad, run, buffers.slice_of(index))
 
     def _advance_spans(self, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
-        """Update ``average``, the momentum of a call's tensor, and write look-aheads to ``targets``; all are 1-D."""
+        """Update the momentum of a call's runs, and write their input of Newton-Schulz (look-ahead) to ``targets``.
+
+        ``average``, ``grad``: momentum and gradient of the call's tensor. ``targets``: the buffer of the call. All are
+        1-D.
+        """
         if self.multi_run_kernels is not None:
             self.multi_run_kernels.advance(average, grad, targets, call.tiles, self._momentum, self._nesterov)
             return
@@ -224,7 +251,10 @@ class PartitionStep:
             self.elementwise.advance(average[shard], grad[shard], target, self._momentum, self._nesterov, self._work)
 
     def _advance(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Update the momentum of one run of ``tensor``, and write its look-ahead to ``target``, 1-D."""
+        """Update the momentum of one run, and write its input of Newton-Schulz (look-ahead) to ``target``, 1-D.
+
+        ``tensor``, ``grad``: the tensor that contains the run, and its gradient.
+        """
         if self._is_int8:
             self._advance_in_int8(tensor, grad, run, target)
             return
@@ -245,9 +275,10 @@ class PartitionStep:
     # the look-ahead from the old codes, and the codes are updated after the last bucket.
 
     def _advance_in_int8(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Write a run's look-ahead to ``target``; leave the momentum to :meth:`_advance_rest`.
+        """Write a run's input of Newton-Schulz (look-ahead) to ``target``, 1-D, from its int8 momentum.
 
-        If the run is everything that this rank holds of the parameter, update the momentum in the same pass.
+        If the run is everything that this rank holds of the parameter, also update its momentum. Otherwise
+        :meth:`_advance_rest` does so after the last bucket.
         """
         state, copy = self._states[tensor], run.copy
         fragment, codes, absmax, skipped = self.blocks[tensor].fragment_at(state, copy.start, copy.extent)
@@ -265,12 +296,24 @@ class PartitionStep:
     def _advance_codes(
         self, state: State, fragment: Fragment, codes: Tensor, absmax: Tensor, grad: Tensor, target: Tensor | None
     ) -> None:
-        """Update the codes of one fragment; write its look-ahead to ``target``, if given."""
+        """Update the int8 momentum of one fragment, which is a part of a parameter.
+
+        Args:
+            state: the optimizer state of the fragment's tensor.
+            fragment: the fragment.
+            codes: the fragment's int8 codes; updated in place.
+            absmax: the largest magnitude of each of its quantization blocks; updated in place.
+            grad: the fragment's gradient, 1-D.
+            target: the buffer for its input of Newton-Schulz (look-ahead); ``None``: only the momentum is updated.
+        """
         key, momentum, nesterov = key_of(fragment.name, int(state["step"])), self._momentum, self._nesterov
         self.elementwise.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, fragment.first, self._work)
 
     def _advance_rest(self) -> None:
-        """Update, after the last bucket, the int8 momenta not yet updated, except matrices without a gradient."""
+        """Update all int8 momenta of the partition that :meth:`prepare` has not updated. Call it after the last bucket.
+
+        The momenta of matrices without a gradient do not change.
+        """
         absent_runs: dict[tuple[int, int], list[ShardRun]] = defaultdict(list)
         for bucket in self.plan.buckets if self._absent else ():
             for run in bucket.runs:
@@ -295,10 +338,11 @@ class PartitionStep:
                 self._advance_codes(state, fragment, codes, absmax, gradient, None)
 
     def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[ShardRun]) -> Tensor:
-        """Return a copy of a fragment's gradient, 1-D, in which the gradient of ``runs`` is replaced by their momentum.
+        """Return a copy of a fragment's gradient, 1-D, in which the momentum of ``runs`` replaces their gradient.
 
-        An update averages momentum and gradient, so the momentum of these runs keeps its value (and its codes, unless
-        it shares a quantization block with a matrix that changes). ``position``: of the fragment in ``tensor``.
+        An update averages momentum and gradient, so the momentum of these runs does not change. Their int8 codes may
+        change if they share a quantization block with a matrix that changes. ``position``: index of the fragment in
+        ``tensor``.
         """
         grad, state = grad.clone(), self._states[tensor]
         for run in runs:
@@ -312,9 +356,9 @@ class PartitionStep:
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize the matrices of a bucket in place, equal shapes in one batch ``[batch, rows, cols]``.
+        """Orthogonalize the matrices of a bucket in the bucket's buffers, in place. Equal shapes run as one batch.
 
-        ``calls``: the planned collectives, in order, among the owners of matrices with several owners.
+        ``calls``: the planned collectives of matrices with several owners, in order.
         """
         how, rules, stats = self.newton_schulz, self.rules, self._stats
         for batch in buffers.bucket.batches:
@@ -347,7 +391,10 @@ class PartitionStep:
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Apply weight decay to a bucket's runs, and subtract learning rate x scale x orthogonalized result."""
+        """Update the weights of a bucket's runs from the orthogonalized results in the bucket's buffers.
+
+        The update is weight decay, and subtraction of learning rate x scale x result.
+        """
         if self._stats is not None:
             cautious = self.config.cautious_weight_decay
             self._stats.before_apply(self._updates(buffers), self._group, cautious)
@@ -366,7 +413,10 @@ class PartitionStep:
                 copy_to_grid(weights, tensor, run.copy)
 
     def _apply_spans(self, call: Call, weights: Tensor, results: Tensor) -> None:
-        """Update ``weights`` of a call's runs from ``results``, the bucket's buffer; both tensors are 1-D."""
+        """Update the weights of a call's runs from the orthogonalized ``results``.
+
+        ``weights``: the call's tensor. ``results``: the call's buffer. Both are 1-D.
+        """
         if self.multi_run_kernels is not None:
             cautious = self.config.cautious_weight_decay
             self.multi_run_kernels.apply_(weights, results, call.tiles, self._lr, call.scale, self._decay, cautious)
@@ -379,10 +429,11 @@ class PartitionStep:
         self.elementwise.apply_(weights, update, self._lr, call.scale, self._decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice of the run, its weights, 1-D), to be updated in place.
+        """Yield (slice of a run, weights of that slice, 1-D), for the caller to update in place.
 
-        bf16 weights are yielded as fp32 copies of a chunk at a time and rounded back stochastically: rounding to
-        nearest would lose updates below 2^-9 of a weight.
+        bf16 weights are yielded chunk by chunk as fp32 copies, and rounded back stochastically. Rounding to nearest
+        would lose updates below 2^-9 of a weight. Other weights are yielded in one slice. ``step``: number of the step,
+        which seeds the rounding.
         """
         if weights.dtype != torch.bfloat16:
             yield slice(None), weights
@@ -395,23 +446,27 @@ class PartitionStep:
     # ---- runs of a call -----------------------------------------------------------------------------------
 
     def _is_one_pass(self, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
-        """Return whether a call's runs can be updated span by span: all their matrices must have a gradient.
+        """Return whether a call's runs can be updated span by span, without a look at each run.
 
-        And ``tensor`` must not be bf16, as each element's stochastic rounding depends on its place in the matrix.
+        All matrices of the runs must have a gradient. And ``tensor``, the weights or their momentum, must not be bf16,
+        because stochastic rounding of an element depends on its place in the matrix.
         """
         if not call.spans or tensor.dtype == torch.bfloat16:
             return False
         return not self._absent or not any(bucket.runs[index].matrix in self._absent for index in call.runs)
 
     def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
-        """Yield (run, its part of the bucket's buffer, 1-D) for the runs of a call whose matrices have a gradient."""
+        """Yield (run, its part of the bucket's buffer, 1-D) for those runs of a call that have a gradient."""
         for index in call.runs:
             run = buffers.bucket.runs[index]
             if run.matrix not in self._absent:
                 yield run, buffers.slice_of(index)
 
     def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield (parameter name, weights, result, scale) of each run that :meth:`apply` will update; both are 1-D."""
+        """Yield (parameter name, weights, orthogonalized result, scale) for each run that :meth:`apply` will update.
+
+        Weights and result are 1-D.
+        """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is not None:
