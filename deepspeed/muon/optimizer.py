@@ -484,7 +484,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             decoupled, others = self.config.adam_w_mode, []
             for tensor, state in zip(tensors, states, strict=True):
                 fragments = self._fragments.get(tensor, [])
-                if adamw.is_rounded(tensor):
+                if adamw.is_contiguous_bf16(tensor):
                     adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.context.kernels, self.workspace)
                 elif any(adamw.steps_missed(group, fragment) for fragment in fragments):
                     adamw.step_by_parameter(tensor, state, group, decoupled, fragments)

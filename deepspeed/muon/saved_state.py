@@ -17,8 +17,8 @@ from torch import Tensor
 
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.adamw import STARTED
-from deepspeed.muon.math.choice import unknown, unknown_methods
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, kept_dtype, zero_codes
+from deepspeed.muon.math.choice import unknown_in_choice, unknown_methods
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, storage_dtype, zero_codes
 from deepspeed.muon.step.normuon_moments import SAVED
 from deepspeed.muon.step.partition_step import short_hash
 
@@ -155,7 +155,7 @@ def _cast_momentum(optimizer: Any) -> None:
         if MOMENTUM not in state:
             continue
         saved: AsSaved = state.pop(MOMENTUM)
-        dtype = kept_dtype(tensor, optimizer.config.momentum_dtype)
+        dtype = storage_dtype(tensor, optimizer.config.momentum_dtype)
         if saved.dtype != dtype:
             changes.add((saved.dtype, dtype))
         if dtype == torch.int8:
@@ -261,7 +261,7 @@ def routing_difference(
     is_of_all_stages = of_all_stages is not None and theirs == of_all_stages.keys()
     if is_of_all_stages or (saved == current and theirs == ours):
         strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
-        strange += [text for group in groups if "ns_choice" in group for text in unknown(group["ns_choice"])]
+        strange += [text for group in groups if "ns_choice" in group for text in unknown_in_choice(group["ns_choice"])]
         names = ", ".join(dict.fromkeys(strange))
         text = f"it was saved with dtypes or methods that this deepspeed-muon does not know, upgrade it: {names}"
         return text if strange else None

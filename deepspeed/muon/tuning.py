@@ -22,7 +22,16 @@ from deepspeed.muon.kernels.rounding import key_of, noise
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
-from deepspeed.muon.math.choice import TORCH, Choice, Rates, Shape, by_count, choice_from_json, fastest, seconds
+from deepspeed.muon.math.choice import (
+    TORCH,
+    Choice,
+    Rates,
+    Shape,
+    choice_from_json,
+    fastest_choice,
+    fewest_operations,
+    predicted_seconds,
+)
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, Products
 from deepspeed.muon.numerics import fixed_numerics
@@ -61,7 +70,7 @@ class Tuning:
 
         Return ``None`` if one of the two was not timed. ``shapes``: (rows, columns) -> number of matrices.
         """
-        ours, theirs = (seconds(self.rates, choice, shapes, schedule) for choice in (self.choice, other))
+        ours, theirs = (predicted_seconds(self.rates, choice, shapes, schedule) for choice in (self.choice, other))
         return theirs / ours if ours and theirs else None
 
     def log_saved_choice(
@@ -147,7 +156,7 @@ class Candidates:
         The kernels are those of the last table on a CPU, and plain PyTorch's on other devices.
         """
         table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
-        return Tuning(by_count(shapes, self.schedule, self.default_dtype, self.methods, table))
+        return Tuning(fewest_operations(shapes, self.schedule, self.default_dtype, self.methods, table))
 
     def choose(
         self,
@@ -178,7 +187,7 @@ class Candidates:
                 ", ".join(self.dtypes),
             )
         rates = slowest(lambda: measure_rates(shapes, world_size, self.dtypes, self.tables, self.device))
-        choice = fastest(rates, shapes, self.schedule, self.methods)
+        choice = fastest_choice(rates, shapes, self.schedule, self.methods)
         return Tuning(choice, rates) if choice else self.choose_untimed(shapes)
 
 

@@ -182,7 +182,7 @@ class ClipOptions(BaseModel):
     tau: Factor = 100.0
     #: Query weights are scaled by factor ** alpha, key weights by factor ** (1 - alpha).
     alpha: Annotated[Number, Field(ge=0, le=1), "a number from 0 to 1"] = 0.5
-    #: How the largest logit is found, see :func:`deepspeed.muon.qk_clip.logits.largest`.
+    #: How the largest logit is found, see :func:`deepspeed.muon.qk_clip.logits.largest_logits`.
     logits: Literal["auto", "exact", "sampled", "bound"] = "auto"
 
 

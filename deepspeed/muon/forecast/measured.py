@@ -22,7 +22,7 @@ from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.choice import Choice, counted_method
-from deepspeed.muon.math.momentum_storage import kept_dtype
+from deepspeed.muon.math.momentum_storage import storage_dtype
 from deepspeed.muon.math.newton_schulz import DTYPES, flops, orthogonalize
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.plan.plan import BUCKET_BYTES, CPU_BUCKET_BYTES
@@ -181,7 +181,7 @@ def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device,
     """Return the seconds of Muon's two elementwise passes (momentum, update) over ``numel`` contiguous elements."""
     grad, param = (torch.randn(numel, dtype=torch.float32, device=device) for _ in range(2))
     kind, factor, nesterov = half.momentum_dtype, 0.95, half.nesterov
-    momentum = torch.zeros(numel, device=device, dtype=kept_dtype(grad, kind))
+    momentum = torch.zeros(numel, device=device, dtype=storage_dtype(grad, kind))
     absmax = torch.zeros(block_count(numel), dtype=torch.float32, device=device)
     out, work, decay = torch.empty(numel, device=device, dtype=dtype), Workspace(), 0.1 if half.decays else 0.0
     key = key_of("measured", 1)

@@ -79,7 +79,7 @@ def step_by_parameter(
     state["step"] += 1
 
 
-def is_rounded(tensor: Tensor) -> bool:
+def is_contiguous_bf16(tensor: Tensor) -> bool:
     """Return whether a tensor is bf16 and contiguous, so that :func:`step_in_bf16` can update it."""
     return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
 

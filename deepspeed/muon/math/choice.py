@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of how Newton-Schulz runs: the dtype of its products, and for each shape the method and the kernels.
 
-:func:`fastest` chooses the dtype and the kernels by the rates that :func:`deepspeed.muon.tuning.measure_rates` returns,
-and for each shape the method with fewer operations. The choice is stored in the parameter groups, key ``ns_choice``,
-and saved with them in every checkpoint, so that a resumed training run gets the same bits on any machine.
+:func:`fastest_choice` takes the dtype and the kernels with the best rates, which
+:func:`deepspeed.muon.tuning.measure_rates` measures, and for each shape the method with fewer operations. The choice is
+stored in the parameter groups, key ``ns_choice``, and saved with them in every checkpoint, so that a resumed training
+run gets the same bits on any machine.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def choice_from_json(saved: Mapping[str, Any]) -> Choice:
     return Choice(saved["dtype"], {key: Recipe(**recipe) for key, recipe in saved["shapes"].items()})
 
 
-def unknown(saved: Any) -> list[str]:
+def unknown_in_choice(saved: Any) -> list[str]:
     """Return a text for the dtype and each method in a saved ``ns_choice`` that this version does not know.
 
     An empty list means that the choice is valid. If ``saved`` is not a choice at all, the list contains
@@ -121,7 +122,7 @@ def unknown_methods(methods: Any) -> list[str]:
     return [f"{method!r} for {shape}" for shape, method in methods.items() if method not in METHODS]
 
 
-def by_count(
+def fewest_operations(
     shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = TORCH
 ) -> Choice:
     """Return the choice that uses, for each shape, the method with the fewest floating-point operations.
@@ -146,7 +147,7 @@ def by_count(
 def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: str) -> str:
     """Return the method for one shape: ``ns_method``, or if that is ``auto``, the one with the fewest operations."""
     methods = METHODS if ns_method == "auto" else (ns_method,)
-    return by_count([(rows, cols)], schedule, dtype, methods).recipe(rows, cols).method
+    return fewest_operations([(rows, cols)], schedule, dtype, methods).recipe(rows, cols).method
 
 
 def lowest_rates(rates: Sequence[Rates]) -> Rates:
@@ -164,7 +165,7 @@ def lowest_rates(rates: Sequence[Rates]) -> Rates:
     }
 
 
-def fastest(
+def fastest_choice(
     rates: Rates, shapes: Mapping[Shape, int], schedule: Schedule, methods: Sequence[str] = METHODS
 ) -> Choice | None:
     """Return the choice whose dtype and kernel table need the least time for all matrices of a model.
@@ -185,14 +186,14 @@ def fastest(
     least = 0.0
     for dtype in DTYPES:
         for table in rates.get(dtype, {}):
-            choice = by_count(shapes, schedule, dtype, methods, table)
-            taken = seconds(rates, choice, shapes, schedule)
+            choice = fewest_operations(shapes, schedule, dtype, methods, table)
+            taken = predicted_seconds(rates, choice, shapes, schedule)
             if taken is not None and (best is None or MARGIN * taken < least):
                 best, least = choice, taken
     return best
 
 
-def seconds(rates: Rates, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
+def predicted_seconds(rates: Rates, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
     """Return the seconds that Newton-Schulz is expected to take for all matrices of a model, one after the other.
 
     Args:

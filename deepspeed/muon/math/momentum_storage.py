@@ -138,7 +138,7 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable
     if MOMENTUM not in state and CODES not in state:
         # On the CPU, because each step reads the count, for schedules and random numbers, and would wait for a device.
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        dtype = kept_dtype(tensor, momentum_dtype)
+        dtype = storage_dtype(tensor, momentum_dtype)
         if dtype == torch.int8:
             state |= zero_codes(tensor.shape, blocks(tensor), tensor.device)
         else:
@@ -157,7 +157,7 @@ def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State
     }
 
 
-def kept_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
+def storage_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
     """Return the torch dtype in which a tensor's momentum is stored.
 
     ``momentum_dtype``: ``bf16``, ``int8`` or ``fp32``, as in the config; ``fp32`` means the dtype of the tensor.

@@ -39,7 +39,7 @@ class Records:
         self.values: dict[str, Values] = {}
         self.layers: dict[str, dict[str, Values]] = {measure: {} for measure in PER_LAYER}
         samples = set[int]()
-        for name in sorted(series, key=_by_number):
+        for name in sorted(series, key=_natural_sort_key):
             known = name.removeprefix(FILE_PREFIX)
             if known != name:
                 samples.update(series[name])
@@ -54,7 +54,7 @@ class Records:
         self.samples = sorted(samples)
 
 
-def _by_number(name: str) -> list[str | int]:
+def _natural_sort_key(name: str) -> list[str | int]:
     """Return a sort key for a name that contains numbers: it puts ``layers.10`` after ``layers.9``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
@@ -68,24 +68,24 @@ def read(folder: Path) -> Records:
     if not folder.is_dir():
         raise RecordsError(f"{folder} is not a folder; {_suggestion(folder)}")
     if files := sorted(folder.glob("Train_*.csv")):
-        found = Records({file.stem: _of_csv(file) for file in files})
+        found = Records({file.stem: _read_csv(file) for file in files})
     else:
-        found = Records(_of_events(folder) if any(folder.glob(f"{EVENTS_PREFIX}*")) else {})
+        found = Records(_read_events(folder) if any(folder.glob(f"{EVENTS_PREFIX}*")) else {})
     if not found.samples:
         raise RecordsError(f"{folder} has no records of deepspeed-muon; {_suggestion(folder)}")
     return found
 
 
-def _of_csv(file: Path) -> Values:
+def _read_csv(file: Path) -> Values:
     """Return {number of samples: value} from one CSV file.
 
     A resumed run repeats the header, which is skipped, and may repeat steps, of which the last counts.
     """
     with file.open(newline="") as lines:
-        return _ordered(row for row in csv.reader(lines) if len(row) == 2 and row[0].isdecimal())
+        return _last_values(row for row in csv.reader(lines) if len(row) == 2 and row[0].isdecimal())
 
 
-def _of_events(folder: Path) -> dict[str, Values]:
+def _read_events(folder: Path) -> dict[str, Values]:
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ImportError:
@@ -95,10 +95,10 @@ def _of_events(folder: Path) -> dict[str, Values]:
         ) from None
     events = EventAccumulator(str(folder), {SCALARS: 0}).Reload()
     tags = events.Tags()[SCALARS]
-    return {tag.replace("/", "_"): _ordered((e.step, e.value) for e in events.Scalars(tag)) for tag in tags}
+    return {tag.replace("/", "_"): _last_values((e.step, e.value) for e in events.Scalars(tag)) for tag in tags}
 
 
-def _ordered(rows: Iterable[Iterable]) -> Values:
+def _last_values(rows: Iterable[Iterable]) -> Values:
     """Return {number of samples: value}, sorted, from (number of samples, value) pairs.
 
     The last value counts if there are several for a number. Infinities and NaN are left out.

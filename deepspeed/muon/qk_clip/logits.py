@@ -66,14 +66,14 @@ class Visible:
             return torch.full((queries,), keys - 1, dtype=torch.int64, device="cpu")
         return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
-    def reach(self, query: int, keys: int) -> int:
+    def keys_needed(self, query: int, keys: int) -> int:
         """Return a number n such that the queries with indices 0 to ``query`` see no key except the first n.
 
         ``keys``: number of all keys. The result is from 1 to ``keys``.
         """
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
-    def of(self, queries: Tensor, keys: int) -> Tensor | None:
+    def seen_by(self, queries: Tensor, keys: int) -> Tensor | None:
         """Return which of the first ``keys`` keys each of some queries sees; ``None`` if each sees all of them.
 
         ``queries``: indices of the queries, int64, 1-D. The result is bool, True for a key that is seen. It can be
@@ -94,7 +94,9 @@ class Visible:
         return functools.reduce(torch.bitwise_and, found) if found else None
 
 
-def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0) -> Tensor:
+def largest_logits(
+    query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0
+) -> Tensor:
     """Return the largest attention logit of each query head, fp32 ``[heads]``; minus infinity if it sees no key.
 
     A logit is ``scale`` times the dot product of a query and a key, before biases and soft caps. The dot product is
@@ -125,11 +127,11 @@ def largest(query: Tensor, key: Tensor, scale: float, visible: Visible, mode: st
     together = max(1, CHUNK // (batch * heads * keys))
     for start in range(0, len(positions), together):
         chosen = positions[start : start + together]
-        reach = visible.reach(chosen[-1], keys)
+        reach = visible.keys_needed(chosen[-1], keys)
         taken = query[:, :, chosen.start : chosen.stop : chosen.step]
         logits = (_bounds if mode == "bound" else _products)(taken, key[:, :, :reach])
         rows = torch.arange(chosen.start, chosen.stop, chosen.step, dtype=torch.int64, device=query.device)
-        seen = visible.of(rows, reach)
+        seen = visible.seen_by(rows, reach)
         if seen is not None:
             logits = logits.masked_fill(~seen, -math.inf)
         best = torch.maximum(best, logits.amax((0, 2, 3)).float())

@@ -39,7 +39,7 @@ class HeadWeights(NamedTuple):
     block: Block
 
 
-class _Part(NamedTuple):
+class _Outputs(NamedTuple):
     """A number of adjacent outputs of a projection, such as the queries of one head.
 
     Args:
@@ -178,7 +178,7 @@ def _attention(
 
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
-) -> Sequence[_Part]:
+) -> Sequence[_Outputs]:
     """Return what the outputs of a projection are, in order: queries, keys or others of each head.
 
     ``leaf``: name of the projection in its module, such as ``q_proj``. ``latent``: whether the module is latent
@@ -187,16 +187,16 @@ def _parts(
     shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs = leaf.lower(), shape[axis]
     if kind in LATENT:
-        parts = [_Part(heads.nope, "key", h) for h in range(heads.queries)]
-        found = [p for part in parts for p in (part, _Part(heads.value))]
+        parts = [_Outputs(heads.nope, "key", h) for h in range(heads.queries)]
+        found = [p for part in parts for p in (part, _Outputs(heads.value))]
     elif kind in QUERIES and latent:
-        pairs = ((_Part(heads.nope, "query", h), _Part(heads.rope, "rotary", h)) for h in range(heads.queries))
+        pairs = ((_Outputs(heads.nope, "query", h), _Outputs(heads.rope, "rotary", h)) for h in range(heads.queries))
         found = [part for pair in pairs for part in pair]
     elif kind in QUERIES:
-        found = [_Part(heads.width or outputs // heads.queries, "query", h) for h in range(heads.queries)]
+        found = [_Outputs(heads.width or outputs // heads.queries, "query", h) for h in range(heads.queries)]
     elif kind in KEYS:
         width = heads.width or outputs // heads.keys
-        found = [_Part(width, "key", h) for h in range(1 if outputs == width else heads.keys)]
+        found = [_Outputs(width, "key", h) for h in range(1 if outputs == width else heads.keys)]
     else:
         found = list(_fused(leaf, shape, axis, module, model, heads))
     if sum(part.size for part in found) != outputs:
@@ -208,7 +208,7 @@ def _parts(
 
 def _fused(
     leaf: str, shape: Sequence[int], axis: int, module: nn.Module, model: nn.Module, heads: Heads
-) -> Iterator[_Part]:
+) -> Iterator[_Outputs]:
     known = None if is_a(module, DEVICE_CLASSES) else cut_fused(leaf, shape, axis, module, model)
     if known is None or known[1] != QKV:
         raise ValueError(
@@ -217,12 +217,12 @@ def _fused(
     sizes, groups = known[0].sizes, known[0].groups
     per_group, width = heads.queries // groups, sizes[0] * groups // heads.queries
     for group in range(groups):
-        yield from (_Part(width, "query", group * per_group + i) for i in range(per_group))
-        yield from (_Part(width, "key", group + i) for i in range(sizes[1] // width))
-        yield _Part(sizes[2])
+        yield from (_Outputs(width, "query", group * per_group + i) for i in range(per_group))
+        yield from (_Outputs(width, "key", group + i) for i in range(sizes[1] // width))
+        yield _Outputs(sizes[2])
 
 
-def _local_weights(param: nn.Parameter, parts: Sequence[_Part], axis: int, projection: Any) -> Iterator[HeadWeights]:
+def _local_weights(param: nn.Parameter, parts: Sequence[_Outputs], axis: int, projection: Any) -> Iterator[HeadWeights]:
     """Yield the weights of each head in this rank's shard of ``param``, the weight or bias of a projection.
 
     A bias counts as a matrix of one column. ``parts``: what the projection's outputs are. ``axis``: axis of the

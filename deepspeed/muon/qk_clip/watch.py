@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.numerics import fixed_numerics
-from deepspeed.muon.qk_clip.logits import Visible, largest
+from deepspeed.muon.qk_clip.logits import Visible, largest_logits
 from deepspeed.muon.qk_clip.query_keys import Attention
 
 Seen = tuple[Tensor, Tensor, float, Visible]
@@ -35,7 +35,7 @@ class AttentionWatch:
 
     Args:
         layers: attention module -> its heads.
-        mode: how logits are computed; see :func:`deepspeed.muon.qk_clip.logits.largest`.
+        mode: how logits are computed; see :func:`deepspeed.muon.qk_clip.logits.largest_logits`.
         step: function that returns the number of steps done, the seed of mode ``sampled``. It is called at most once
             between two calls of :meth:`clear`, because the number may have to be copied from an accelerator.
     """
@@ -112,7 +112,7 @@ class AttentionWatch:
             with fixed_numerics(), torch.no_grad():  # under autocast, products of fp32 tensors would be 16-bit
                 if self._number is None:
                     self._number = self._step()
-                found = largest(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._number)
+                found = largest_logits(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._number)
             before = self.largest.get(layer.name)
             self.largest[layer.name] = found if before is None else torch.maximum(before, found)
 
@@ -128,7 +128,7 @@ class _AttentionCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         read = None
         if func is F.scaled_dot_product_attention:
-            read = _of_torch
+            read = _read_sdpa
         elif isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             read = _OPERATORS.get(str(func).removesuffix(".default"))
         if read is not None:
@@ -136,7 +136,7 @@ class _AttentionCalls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _of_torch(
+def _read_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -158,7 +158,7 @@ def _of_torch(
     return query.detach(), key.detach(), _scale(scale, query), visible
 
 
-def _of_flash(
+def _read_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -178,7 +178,7 @@ def _of_flash(
     return q.detach().transpose(1, 2), k.detach().transpose(1, 2), _scale(softmax_scale, q), visible
 
 
-def _of_packed_flash(
+def _read_packed_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -215,6 +215,6 @@ def _scale(scale: float | None, query: Tensor) -> float:
 
 #: Operator of flash-attn 2 -> function that reads its arguments.
 _OPERATORS: dict[str, Callable[..., Seen]] = {
-    "flash_attn._flash_attn_forward": _of_flash,
-    "flash_attn._flash_attn_varlen_forward": _of_packed_flash,
+    "flash_attn._flash_attn_forward": _read_flash,
+    "flash_attn._flash_attn_varlen_forward": _read_packed_flash,
 }

@@ -71,7 +71,7 @@ class GradientProbe:
             positions = integers([_spread(of_matrix) for of_matrix in of_tensor.values()])
             self._probes.append(_Probes(tensor, [*of_tensor.values()], integers([*of_tensor]), positions))
 
-    def absent(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
+    def without_gradient(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
         """Return the names of the partition's matrices whose gradient is zero on all ranks.
 
         A collective, unless ``look.collectives`` is empty because each rank knows by itself. ``tensors``: the tensors

@@ -48,7 +48,7 @@ class SecondMoments:
                 found[name] = moment.to(device)
         self.by_name = found
 
-    def of(self, names: Sequence[str]) -> list[Tensor]:
+    def of_matrices(self, names: Sequence[str]) -> list[Tensor]:
         """Return the second moments of the named matrices, fp32 ``[outputs]`` each; an empty list without NorMuon.
 
         This rank must own the matrices.

@@ -206,7 +206,7 @@ class PartitionStep:
 
         ``operation``: the planned operation, with the collective to use.
         """
-        self._absent = self.gradients.absent(self._group["params"], operation)
+        self._absent = self.gradients.without_gradient(self._group["params"], operation)
         if self._stats is not None:
             # All ranks that share the plan count the same matrices, and their counts are added up.
             self._stats.add(ABSENT, len(self._absent) / self.sharers, 0)
@@ -386,7 +386,7 @@ class PartitionStep:
             if stats is not None:
                 stats.after_newton_schulz(batch.names, matrices)
             if rules is not None:
-                rules.apply_after(matrices, batch.axis, self.second_moments.of(batch.names), self._work)
+                rules.apply_after(matrices, batch.axis, self.second_moments.of_matrices(batch.names), self._work)
 
     # ---- on the shard: decay and update -------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ def test_what_cannot_be_scaled_is_refused_by_name() -> None:
 @pytest.mark.parametrize(("make", "shift"), [(causal_lower_right, 2), (causal_upper_left, 0)])
 def test_torchs_causal_biases_are_understood(make: Any, shift: int) -> None:
     """With more keys than queries, as with a cache."""
-    _, _, _, visible = watch._of_torch(*(torch.randn(1, 2, n, 4) for n in (3, 5, 5)), attn_mask=make(3, 5))
+    _, _, _, visible = watch._read_sdpa(*(torch.randn(1, 2, n, 4) for n in (3, 5, 5)), attn_mask=make(3, 5))
     assert visible == Visible(is_causal=True, shift=shift)
 
 
@@ -292,8 +292,10 @@ def test_the_number_of_the_step_is_read_once_per_step() -> None:
 
 def test_long_sequences_are_sampled_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(1, 2, 64, 4), torch.randn(1, 2, 64, 4)
-    found = {mode: logits.largest(query, key, 1.0, logits.Visible(), mode, 3) for mode in ("exact", "sampled", "auto")}
+    found = {
+        mode: logits.largest_logits(query, key, 1.0, logits.Visible(), mode, 3) for mode in ("exact", "sampled", "auto")
+    }
     assert torch.equal(found["auto"], found["exact"])
     assert not torch.equal(found["sampled"], found["exact"])
     monkeypatch.setattr(logits, "MAX_EXACT", 2 * 64 * 64 - 1)
-    assert torch.equal(logits.largest(query, key, 1.0, logits.Visible(), "auto", 3), found["sampled"])
+    assert torch.equal(logits.largest_logits(query, key, 1.0, logits.Visible(), "auto", 3), found["sampled"])

@@ -17,14 +17,14 @@ from deepspeed.muon.math.choice import (
     Choice,
     Rates,
     Recipe,
-    by_count,
     choice_from_json,
     counted_method,
-    fastest,
+    fastest_choice,
+    fewest_operations,
     lowest_rates,
-    seconds,
+    predicted_seconds,
     shape_key,
-    unknown,
+    unknown_in_choice,
     unknown_methods,
 )
 from deepspeed.muon.math.coefficients import schedule
@@ -40,7 +40,7 @@ SIMPLE = schedule("simple")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_count_of_operations_decides(dtype: str) -> None:
     shapes = [(8, 8), (8, 32), (48, 8), (5, 6), (64, 8)]
-    choice = by_count(shapes, SIMPLE, dtype, table="C++")
+    choice = fewest_operations(shapes, SIMPLE, dtype, table="C++")
     assert choice.dtype == dtype and choice.tables == {"C++"}
     for rows, cols in shapes:
         cost = {method: flops(rows, cols, SIMPLE, method, dtype) for method in METHODS}
@@ -50,7 +50,7 @@ def test_the_count_of_operations_decides(dtype: str) -> None:
         assert counted_method(rows, cols, "auto", SIMPLE, dtype) == method
         assert all(counted_method(rows, cols, fixed, SIMPLE, dtype) == fixed for fixed in METHODS)
     assert choice.recipe(8, 8).method == "standard" and choice.recipe(64, 8).method == "gram"
-    assert by_count(shapes, SIMPLE, dtype, ["gram"]).recipe(8, 8).method == "gram"
+    assert fewest_operations(shapes, SIMPLE, dtype, ["gram"]).recipe(8, 8).method == "gram"
 
 
 # ---- from a race ----------------------------------------------------------------------------------------
@@ -68,11 +68,13 @@ def test_the_count_of_operations_decides(dtype: str) -> None:
     ],
 )
 def test_what_is_not_the_default_must_be_clearly_faster(rates: Rates, dtype: str, table: str) -> None:
-    choice = fastest(rates, {(8, 32): 3}, SIMPLE, methods=["standard"])
-    assert choice == by_count([(8, 32)], SIMPLE, dtype, ["standard"], table)
+    choice = fastest_choice(rates, {(8, 32): 3}, SIMPLE, methods=["standard"])
+    assert choice == fewest_operations([(8, 32)], SIMPLE, dtype, ["standard"], table)
     shapes = {(8, 8): 2, (8, 64): 1}
-    assert fastest({dtype: {table: 1.0}}, shapes, SIMPLE) == by_count(shapes, SIMPLE, dtype, table=table)
-    assert fastest({}, shapes, SIMPLE) is None and fastest({dtype: {}}, shapes, SIMPLE) is None
+    assert fastest_choice({dtype: {table: 1.0}}, shapes, SIMPLE) == fewest_operations(
+        shapes, SIMPLE, dtype, table=table
+    )
+    assert fastest_choice({}, shapes, SIMPLE) is None and fastest_choice({dtype: {}}, shapes, SIMPLE) is None
 
 
 def test_a_dtype_that_needs_more_operations_must_be_faster_by_so_much() -> None:
@@ -80,7 +82,9 @@ def test_a_dtype_that_needs_more_operations_must_be_faster_by_so_much() -> None:
     ratio = flops(8, 64, SIMPLE, "gram", "bf16") / flops(8, 64, SIMPLE, "gram", "fp32")
     assert abs(ratio - 1) > 0.1
     for factor, expected in ((0.9, "fp32"), (1.1, "bf16")):
-        choice = fastest({"fp32": {"torch": 1.0}, "bf16": {"torch": factor * 1.03 * ratio}}, {(8, 64): 1}, SIMPLE)
+        choice = fastest_choice(
+            {"fp32": {"torch": 1.0}, "bf16": {"torch": factor * 1.03 * ratio}}, {(8, 64): 1}, SIMPLE
+        )
         assert choice and choice.dtype == expected and choice.recipe(8, 64).method == "gram"
 
 
@@ -122,20 +126,20 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def test_a_choice_is_kept_as_json() -> None:
-    choice = by_count([(8, 8), (8, 32)], SIMPLE, "fp16", table="C++")
+    choice = fewest_operations([(8, 8), (8, 32)], SIMPLE, "fp16", table="C++")
     assert choice_from_json(choice.as_json()) == choice
-    assert unknown(choice.as_json()) == []
+    assert unknown_in_choice(choice.as_json()) == []
     assert str(Recipe("gram", "torch", "C++", "torch")) == "gram with C++ and torch", "as older checkpoints have them"
     assert choice.with_methods({"8x8": "gram", "9x9": "gram"}).recipe(8, 8) == Recipe("gram", *("C++",) * 3)
 
 
 def test_what_is_unknown_is_named() -> None:
-    pinned = by_count([(8, 8)], SIMPLE, "fp16").as_json()
-    assert unknown(pinned | {"dtype": "fp8"}) == ["'fp8'"]
+    pinned = fewest_operations([(8, 8)], SIMPLE, "fp16").as_json()
+    assert unknown_in_choice(pinned | {"dtype": "fp8"}) == ["'fp8'"]
     pinned["shapes"]["8x8"]["method"] = "quintic"
-    assert unknown(pinned) == ["'quintic' for 8x8"]
+    assert unknown_in_choice(pinned) == ["'quintic' for 8x8"]
     for wrong in ([], {"dtype": "fp32"}, {"dtype": "fp32", "shapes": {"8x8": {"way": "gram"}}}):
-        assert unknown(wrong) == [repr(wrong)]
+        assert unknown_in_choice(wrong) == [repr(wrong)]
     assert unknown_methods({"8x16": "gram", "9x9": "quintic"}) == ["'quintic' for 9x9"]
     assert unknown_methods(["gram"]) == ["['gram']"]
 
@@ -151,9 +155,12 @@ def test_seconds_of_a_choice() -> None:
         ("bf16", "torch", None),
         ("fp32", "triton", None),
     ):
-        assert seconds(rates, by_count(shapes, SIMPLE, dtype, ["standard"], table), shapes, SIMPLE) == taken
+        assert (
+            predicted_seconds(rates, fewest_operations(shapes, SIMPLE, dtype, ["standard"], table), shapes, SIMPLE)
+            == taken
+        )
     mixed = Choice("fp32", {key: Recipe("standard", "torch", "C++", "C++") for key in ("8x8", "8x32")})
-    taken = seconds(rates, mixed, shapes, SIMPLE)
+    taken = predicted_seconds(rates, mixed, shapes, SIMPLE)
     assert taken and operations / 2 < taken < operations
     assert shape_key(32, 8) == shape_key(8, 32) == "8x32"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.qk_clip import logits
-from deepspeed.muon.qk_clip.logits import Visible, clip_factors, largest
+from deepspeed.muon.qk_clip.logits import Visible, clip_factors, largest_logits
 
 GENERATOR = torch.Generator().manual_seed(0)
 QUERY = torch.randn(2, 4, 21, 5, generator=GENERATOR)
@@ -67,18 +67,18 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_largest_logit_is_that_of_all_pairs(case: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits, "CHUNK", chunk)
     settings, visible = CASES[case], Visible(**CASES[case])
-    exact = largest(QUERY, KEY, 0.5, visible)
+    exact = largest_logits(QUERY, KEY, 0.5, visible)
     assert torch.allclose(exact, expected(settings), atol=1e-5)
-    sampled = [largest(QUERY, KEY, 0.5, visible, "sampled", turn) for turn in range(logits.SHARE)]
+    sampled = [largest_logits(QUERY, KEY, 0.5, visible, "sampled", turn) for turn in range(logits.SHARE)]
     assert torch.allclose(sampled[3], expected(settings, range(3, 21, logits.SHARE)), atol=1e-5)
     assert torch.allclose(torch.stack(sampled).amax(0), exact, atol=1e-5), "every query has its turn"
-    bound = largest(QUERY, KEY, 0.5, visible, "bound")
+    bound = largest_logits(QUERY, KEY, 0.5, visible, "bound")
     assert (bound >= exact).all() and torch.allclose(bound, expected(settings, product=norms), atol=1e-5)
 
 
 def test_a_logit_beyond_fp16_is_finite_there() -> None:
     query, key = (300 * torch.ones(1, 1, 1, 2, dtype=torch.float16) for _ in range(2))
-    assert largest(query, key, 1.0, Visible()).item() == 180000.0
+    assert largest_logits(query, key, 1.0, Visible()).item() == 180000.0
 
 
 def test_factors_take_logits_to_the_threshold() -> None:

@@ -168,16 +168,16 @@ def test_nothing_is_raced_for_what_is_fixed_or_where_one_rank_must_not(fixed_by:
 
 def refused(fault: str) -> str:
     """The error of ranks that cannot race, or that choose by themselves, as another version might."""
-    rank, count = torch.distributed.get_rank(), tuning.by_count
+    rank, count = torch.distributed.get_rank(), tuning.fewest_operations
 
     def race(*args: Any) -> None:
         raise MemoryError("no room")
 
-    def by_count(shapes: Any, schedule: Any, dtype: str, methods: Any, table: str) -> Choice:
+    def fewest_operations(shapes: Any, schedule: Any, dtype: str, methods: Any, table: str) -> Choice:
         return count(shapes, schedule, dtype, [METHODS[rank]], table)
 
     with pytest.MonkeyPatch.context() as patch, races() if fault == "measure_rates" else nullcontext():
-        patch.setattr(tuning, fault, {"measure_rates": race, "by_count": by_count}[fault])
+        patch.setattr(tuning, fault, {"measure_rates": race, "fewest_operations": fewest_operations}[fault])
         with pytest.raises(RuntimeError) as error:
             build({"optimizer": OPEN} if fault == "measure_rates" else {})
     return f"{type(error.value).__name__}: {error.value}"
@@ -189,7 +189,7 @@ def test_a_rank_that_cannot_race_is_heard_everywhere() -> None:
 
 
 def test_ranks_whose_choices_differ_are_refused() -> None:
-    for text in run(refused, 2, fault="by_count"):
+    for text in run(refused, 2, fault="fewest_operations"):
         assert "the choice of dtype, methods and kernels of Newton-Schulz differs: rank 0 has [{'dtype': 'fp32'" in text
 
 
