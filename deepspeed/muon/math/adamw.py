@@ -80,7 +80,7 @@ def step_by_parameter(
 
 
 def is_contiguous_bf16(tensor: Tensor) -> bool:
-    """Return whether a tensor is bf16 and contiguous, so that :func:`step_in_bf16` can update it."""
+    """Return whether a tensor is contiguous and bf16. :func:`step_in_bf16` updates such tensors."""
     return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
 
 
@@ -126,10 +126,9 @@ def _update(
     group: Mapping[str, Any],
     decoupled: bool,
 ) -> None:
-    """Call torch's functional ``adamw`` if ``decoupled``, otherwise ``adam``. Both update all tensors and ``steps`` in
-    place.
+    """Call torch's functional ``adamw`` if ``decoupled``, otherwise ``adam``, which update their arguments in place.
 
-    ``means``, ``squares``: ``exp_avg`` and ``exp_avg_sq`` of each tensor.
+    ``means``, ``squares``: ``exp_avg`` and ``exp_avg_sq`` of each tensor. ``steps``: increased by 1.
     """
     if not tensors:
         return

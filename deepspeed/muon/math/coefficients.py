@@ -31,9 +31,9 @@ YOU: Schedule = (
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """Return the schedule that makes of a matrix X what ``schedule`` makes of X / ``factor``.
+    """Return the schedule that maps every matrix X to the same result to which ``schedule`` maps X / ``factor``.
 
-    It saves the division: its inputs may have a norm of ``factor`` instead of 1.
+    With it, matrices need not be divided by ``factor`` before the first step.
     """
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
@@ -154,11 +154,10 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 
 def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
-    """Return the largest shift of a singular value that rounding can cause in steps without a restart; NaN if one
-    diverges.
+    """Return the largest shift of a singular value that rounding can cause in some steps without a restart.
 
-    All rounding errors of the Gram matrices are assumed to have the same sign. ``first``, ``length``: index of the
-    first of these steps, and their number.
+    NaN means that a value diverges. All rounding errors of the Gram matrices are assumed to have the same sign.
+    ``first``, ``length``: index of the first of these steps, and their number.
     """
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0

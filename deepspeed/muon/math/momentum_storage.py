@@ -37,13 +37,12 @@ class Fragment(NamedTuple):
 
 
 class Blocks:
-    """The quantization blocks of one tensor's int8 momentum. The elements of a block share one scale.
+    """The quantization blocks of one tensor's int8 momentum. All elements of a block share one scale.
 
-    Each parameter in the tensor begins a new block. So its momentum depends neither on the parameters before and after
-    it nor on padding, which may contain anything, even NaN. ``fragments``: the parts of parameters that the tensor
-    holds.
+    Each parameter in the tensor begins a new block. So its momentum does not depend on the parameters before and after
+    it. It does not depend on padding either, which may contain anything, even NaN.
 
-    The methods read and write ``state``, the optimizer state of the tensor.
+    ``fragments``: the parts of parameters that the tensor holds. Methods take ``state``, the tensor's optimizer state.
     """
 
     def __init__(self, fragments: Iterable[Fragment]) -> None:

@@ -82,8 +82,8 @@ class Rules:
         Args:
             matrices: ``[batch, rows, cols]``, bf16 or fp32.
             axis: 0 if the matrices are ``[out, in]``, 1 if they are ``[in, out]``.
-            second_moments: for NorMuon, the second moment of each matrix, fp32 ``[outputs]``; updated in place. Without
-                NorMuon not used.
+            second_moments: NorMuon's second moment of each matrix, fp32 ``[outputs]``, updated in place; empty without
+                NorMuon.
         """
         if self.muon_plus != "none":
             axes = [axis ^ side for side in SIDES[self.muon_plus]]
@@ -97,8 +97,7 @@ class Rules:
 def equalize(
     x: Tensor, axes: Sequence[int], work: Workspace, norm: float | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Scale the rows (axis 0) or columns (axis 1) of a matrix in place, so that all have the same norm. Zero ones stay
-    zero.
+    """Scale the rows (axis 0) or columns (axis 1) of a matrix in place to equal norms; zero rows and columns stay zero.
 
     Before Newton-Schulz this is MuonEq (arXiv 2603.28254) in its variants R (rows) and C (columns). After
     Newton-Schulz, with ``norm = sqrt(min(rows, cols))``, it is Muon+ (arXiv 2602.21545). The matrix then keeps the
@@ -106,7 +105,7 @@ def equalize(
 
     Args:
         x: the matrix, ``[rows, cols]``.
-        axes: the axes to treat, one after the other.
+        axes: the axes along which norms are made equal, one after the other.
         norm: Frobenius norm of the result, if no row or column is zero; ``None``: each row or column gets norm 1.
         dtype: dtype of the arithmetic.
     """

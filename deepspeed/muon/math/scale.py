@@ -29,7 +29,7 @@ def scale_factor(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS
 
 
 def update_rms(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
-    """Return the RMS of a rows x cols matrix's update at learning rate 1, if Newton-Schulz were exact.
+    """Return the RMS of a rows x cols matrix's update at learning rate 1, for an exactly orthogonal result.
 
     The arguments are those of :func:`scale_factor`.
     """

@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Schedules:
-    """The schedules of Muon's momentum and weight decay, as in modded-nanogpt and nanochat (2025). The default is
-    constant.
+    """The schedules of Muon's momentum and weight decay over a training run; both are constant by default.
+
+    modded-nanogpt and nanochat (2025) use such schedules.
 
     Args:
         momentum_start: momentum of the first update. It then changes linearly to the parameter group's ``momentum``.
