@@ -245,13 +245,13 @@ def test_torchs_causal_biases_are_understood(make: Any, shift: int) -> None:
 def test_checkpointed_attention_is_watched_once(reentrant: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """In each of two micro-batches, though its forward runs twice."""
     calls: list[int] = []
-    original = watch.largest
+    original = watch.largest_logits
 
     def counted(*args: Any) -> Tensor:
         calls.append(args[-1])
         return original(*args)
 
-    monkeypatch.setattr(watch, "largest", counted)
+    monkeypatch.setattr(watch, "largest_logits", counted)
     net = Attention()
     optimizer, clip = clip_of(net)
     batches = [scale * torch.randn(2, 5, 8) for scale in (0.5, 1.0)]
