@@ -57,13 +57,13 @@ def in_fp32(
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield fp32 copies of bf16 tensors, chunk by chunk. The caller updates the copies in place.
 
-    Each item is (slice of the chunk, list with the copy of that slice from each tensor). Before the next item the
-    copies are rounded stochastically back into the tensors.
+    Each item is (slice, copies): the elements of the chunk, and for each tensor the copy of these elements. Before the
+    next item the copies are rounded stochastically back into the tensors.
 
     Args:
         tensors: bf16, 1-D, of equal length.
         keys: the key of each tensor's random numbers, from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: number, in the sequence of random numbers, that the first element of each tensor uses.
+        first: index of the random number that rounds the first element of each tensor.
         kernels: the kernels that round.
         work: allocates the copies.
     """

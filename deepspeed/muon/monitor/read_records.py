@@ -25,14 +25,14 @@ MAX_SEARCHED = 10_000
 
 
 class Records:
-    """The monitor's records of one training run.
+    """The monitor's records of one training run. Each value has the form {number of samples: value}.
 
-    ``series``: name of a CSV file or TensorBoard event -> its values. All values are given as {number of samples:
-    value}.
+    Args:
+        series: {name of a CSV file or a TensorBoard event: its values}.
 
-    Attributes ``values``: {name: values}, for example of ``loss`` or ``lr_muon``. ``layers``: {measure: {layer:
-    values}}, with layers in the order of the network. ``samples``: the numbers of samples with a record of this
-    package, sorted.
+    The attribute ``values`` contains, for example, ``loss`` and ``lr_muon``. ``layers`` is {measure: {layer: values}},
+    with layers in the order of the network. ``samples`` lists, sorted, the numbers of samples at which there are
+    records.
     """
 
     def __init__(self, series: Mapping[str, Values]) -> None:
@@ -79,7 +79,7 @@ def read(folder: Path) -> Records:
 def _read_csv(file: Path) -> Values:
     """Return {number of samples: value} from one CSV file.
 
-    A resumed run repeats the header, which is skipped, and may repeat steps, of which the last counts.
+    Headers, which a resumed run repeats, are skipped. If there are several values for a number, the last one is taken.
     """
     with file.open(newline="") as lines:
         return _last_values(row for row in csv.reader(lines) if len(row) == 2 and row[0].isdecimal())
@@ -101,17 +101,17 @@ def _read_events(folder: Path) -> dict[str, Values]:
 def _last_values(rows: Iterable[Iterable]) -> Values:
     """Return {number of samples: value}, sorted, from (number of samples, value) pairs.
 
-    The last value counts if there are several for a number. Infinities and NaN are left out.
+    If there are several values for a number, the last one is taken. Infinities and NaN are left out.
     """
     found = {int(samples): float(value) for samples, value in rows}
     return {samples: found[samples] for samples in sorted(found) if math.isfinite(found[samples])}
 
 
 def _suggestion(asked: Path) -> str:
-    """Return the end of an error message about ``asked``, a folder without records: where there are some.
+    """Return advice for a user who asked for the records in a folder that has none; it ends an error message.
 
-    It names the nearest folder with records below ``asked``, or below its closest parent that exists. If there are no
-    records, it says which folder is expected.
+    It names the nearest folder with records, below ``asked`` or below its closest parent that exists. If there is none,
+    it says which folder is expected.
     """
     start = next(path for path in (asked, *asked.absolute().parents) if path.is_dir())
     folders = islice(os.walk(start), MAX_SEARCHED)

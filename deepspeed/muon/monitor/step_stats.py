@@ -86,14 +86,17 @@ class StepStats:
             self.seconds[name] += self._now(name) - started
 
     def _now(self, name: str) -> float:
-        """Return the seconds on a clock that stops during measurements; for the phase RECORD, on the real clock."""
+        """Return the seconds on a clock that stops during measurements; for the phase ``record``, on the real clock.
+
+        ``name``: name of the phase.
+        """
         self._synchronize()
         return time.perf_counter() - (0.0 if name == RECORD else self.seconds[RECORD])
 
     # ---- called by the optimizer ----------------------------------------------------------------------
 
     def before_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
-        """Measure the effective rank of the sampled matrix, if it is in a batch that Newton-Schulz will orthogonalize.
+        """Measure the effective rank of the :class:`Sample`'s matrix, if it is in a batch that will be orthogonalized.
 
         ``names``: names of the batch's matrices. ``matrices``: the batch, ``[batch, rows, cols]``.
         """
@@ -102,8 +105,7 @@ class StepStats:
                 self._rank_before = participation_ratio(matrices[names.index(self._sample.matrix)])
 
     def after_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
-        """Measure the orthogonality error of the sampled matrix, if it is in a batch that Newton-Schulz has
-        orthogonalized.
+        """Measure the orthogonality error of the :class:`Sample`'s matrix, if it is in a batch just orthogonalized.
 
         Record it, together with the effective rank, unless the matrix has no gradient. ``names``: names of the batch's
         matrices. ``matrices``: the batch, ``[batch, rows, cols]``.

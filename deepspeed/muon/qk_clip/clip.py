@@ -54,7 +54,7 @@ class QKClip:
     Args:
         options: the value of the config key ``qk_clip``.
         layers: attention module -> its heads, from :func:`deepspeed.muon.qk_clip.query_keys.attention_layers`.
-        names: parameter -> its name in :class:`Partition` objects.
+        names: parameter -> its name.
         step: function that returns the number of steps done. The number seeds the sampling of logits and random
             rounding.
     """
@@ -161,8 +161,8 @@ class QKClip:
         if self.layers and not self._was_seen:
             raise UnsupportedError(
                 "optimizer.params.qk_clip: no attention layer ran in training mode and with gradients before this "
-                "step; run the model so before each step, and do not compile it, because compiled attention cannot be "
-                "observed"
+                "step; call model.train() and run a forward before each step, and do not compile the model, because "
+                "compiled attention cannot be observed"
             )
         idle = {layer.name for layer in self.layers} - self.largest.keys() - self._warned
         if idle and is_logging:
@@ -214,7 +214,11 @@ class QKClip:
             view.copy_(values)
 
     def _unchanged(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
-        """Yield views into ``tensors`` of the ``absent`` matrices of parameters with heads: they must not be scaled."""
+        """Yield views into ``tensors`` of the matrices named in ``absent``, whose values :meth:`apply` restores.
+
+        Matrices in parameters without attention heads are left out. ``plan``: says where the matrices are in
+        ``tensors``.
+        """
         for bucket in plan.buckets if plan and absent else ():
             for run in bucket.runs:
                 if run.matrix in absent and run.parameter in self._weights:

@@ -54,7 +54,7 @@ class Visible:
 
     @property
     def is_prefix(self) -> bool:
-        """Return whether each query sees all keys up to a last one, which may differ between queries, and no others."""
+        """Return whether each query sees a prefix of the keys: all keys from the first to some last one."""
         return self.mask is None and self.documents is None and self.window[0] < 0
 
     def last(self, queries: int, keys: int) -> Tensor:
@@ -67,17 +67,17 @@ class Visible:
         return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
     def keys_needed(self, query: int, keys: int) -> int:
-        """Return a number n such that the queries with indices 0 to ``query`` see no key except the first n.
+        """Return how many keys, from the first on, include all keys that the queries 0 to ``query`` see.
 
         ``keys``: number of all keys. The result is from 1 to ``keys``.
         """
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
     def seen_by(self, queries: Tensor, keys: int) -> Tensor | None:
-        """Return which of the first ``keys`` keys each of some queries sees; ``None`` if each sees all of them.
+        """Return a mask of the keys that some queries see; ``None`` if each of these queries sees all of them.
 
-        ``queries``: indices of the queries, int64, 1-D. The result is bool, True for a key that is seen. It can be
-        broadcast to ``[batch, heads, queries, keys]``.
+        ``queries``: indices of the queries, int64, 1-D. ``keys``: the mask covers only the first ``keys`` keys. The
+        mask is bool, True for a key that is seen. It can be broadcast to ``[batch, heads, queries, keys]``.
         """
         found = []
         distance = torch.arange(keys, dtype=torch.int64, device=queries.device) - queries[:, None] - self.shift
@@ -97,20 +97,21 @@ class Visible:
 def largest_logits(
     query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0
 ) -> Tensor:
-    """Return the largest attention logit of each query head, fp32 ``[heads]``; minus infinity if it sees no key.
+    """Return the largest attention logit of each query head, fp32 ``[heads]``.
 
-    A logit is ``scale`` times the dot product of a query and a key, before biases and soft caps. The dot product is
-    computed in the dtype of ``query``, but in fp32 if that is fp16.
+    It is minus infinity if no query of the head sees a key. A logit is ``scale`` times the dot product of a query and a
+    key, before biases and soft caps. The dot product is computed in the dtype of ``query``, but in fp32 if that is
+    fp16.
 
     Args:
         query: ``[batch, heads, queries, width]``.
         key: ``[batch, key_heads, keys, width]``; query heads that share a key head are adjacent.
         scale: factor of the dot products.
         visible: which keys each query sees.
-        mode: ``exact``: the largest logit of all queries and keys. ``sampled``: the largest logit of one query in
-            :data:`SHARE`, so the result may be too small. ``bound``: ``scale`` times the largest product of a query's
-            norm and a key's norm, so the result may be too large. ``auto``: ``exact`` up to :data:`MAX_EXACT` logits,
-            otherwise ``sampled``.
+        mode: ``exact``: the largest logit of all queries and keys. ``sampled``: the largest logit of every
+            :data:`SHARE`-th query, so the result may be too small. ``bound``: ``scale`` times the largest product of a
+            query's norm and a key's norm, so the result may be too large. ``auto``: ``exact`` up to :data:`MAX_EXACT`
+            logits, otherwise ``sampled``.
         step: number of the training step, which decides which queries ``sampled`` takes.
     """
     batch, heads, count, _ = query.shape
@@ -145,9 +146,9 @@ def _products(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _bounds(query: Tensor, key: Tensor) -> Tensor:
-    """Return, for each query and key, the product of their norms, fp32 ``[batch, heads, queries, keys]``.
+    """Return an upper bound of the dot product of each query and key, fp32 ``[batch, heads, queries, keys]``.
 
-    No dot product of the two is larger.
+    The bound is the product of their norms.
     """
     norms = key.float().norm(dim=-1).repeat_interleave(query.size(1) // key.size(1), dim=1)
     return query.float().norm(dim=-1)[..., None] * norms[:, :, None]
@@ -167,8 +168,8 @@ class Factors(NamedTuple):
     Args:
         query: for each query head, the factor of its query weights.
         key: for each key head, the factor of its key weights.
-        rotary: for each query head, the factor of those query weights that meet keys that all heads share, such as the
-            rotary part of latent attention. Shared keys are not scaled, so these queries take the whole factor.
+        rotary: for each query head, the factor of the part of its query weights whose keys all heads share, as in
+            latent attention. Shared keys are not scaled, so these queries take the whole factor.
     """
 
     query: list[float]

@@ -108,9 +108,9 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
 
 
 def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool:
-    """Return whether a module's class is a softmax attention, and the module or a child has trained matrices.
+    """Return whether a module is softmax attention by the name of its class, and contains trained matrices.
 
-    ``trained``: the parameters that are trained.
+    The matrices may be in the module itself or in a direct child. ``trained``: the parameters that are trained.
     """
     is_attention = isinstance(module, nn.MultiheadAttention) or type(module).__name__.endswith("Attention")
     own = [*module.parameters(recurse=False), *(p for child in module.children() for p in child.parameters(False))]
@@ -179,7 +179,7 @@ def _attention(
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Outputs]:
-    """Return what the outputs of a projection are, in order: queries, keys or others of each head.
+    """Return what a projection computes: its outputs in order, in groups of one head's queries, keys or others.
 
     ``leaf``: name of the projection in its module, such as ``q_proj``. ``latent``: whether the module is latent
     attention.
@@ -230,7 +230,7 @@ def _local_weights(param: nn.Parameter, parts: Sequence[_Outputs], axis: int, pr
     """
     whole, sharding = whole_shape(param), sharding_of(param)
     if sharding is None and whole != local_shape(param):
-        raise ValueError("it is unknown how tensor parallelism has split its weights among the ranks")
+        raise ValueError("it is unknown how tensor parallelism has split the weights of this layer among the ranks")
     shape = (*whole, 1)[:2]
     blocks = cut(matrices(shape)[0], Cut(tuple(part.size for part in parts), axis))
     for part, block in zip(parts, blocks, strict=True):

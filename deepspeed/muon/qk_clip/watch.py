@@ -170,9 +170,10 @@ def _read_flash(
     *_: Any,
     **__: Any,
 ) -> Seen:
-    """Return the queries, keys, scale and visible keys of a flash-attn call, from its arguments.
+    """Return (queries, keys, scale, :class:`Visible`) of a call of flash-attn, given the arguments of the call.
 
-    The tensors are ``[batch, tokens, heads, width]``. flash-attn gives the last query the position of the last key.
+    The arguments ``q`` and ``k`` are ``[batch, tokens, heads, width]``; the returned tensors are ``[batch, heads,
+    tokens, width]``. As in flash-attn, the last query has the position of the last key.
     """
     visible = Visible(is_causal=causal, shift=k.size(1) - q.size(1), window=(window_size_left, window_size_right))
     return q.detach().transpose(1, 2), k.detach().transpose(1, 2), _scale(softmax_scale, q), visible
@@ -194,9 +195,10 @@ def _read_packed_flash(
     *_: Any,
     **__: Any,
 ) -> Seen:
-    """Return the queries, keys, scale and visible keys of a flash-attn call with concatenated sequences (varlen).
+    """Return (queries, keys, scale, :class:`Visible`) of a call of flash-attn's varlen function, given its arguments.
 
-    The tensors are ``[all tokens, heads, width]``. Raise UnsupportedError if queries and keys differ in number.
+    The arguments ``q`` and ``k`` contain concatenated sequences, ``[all tokens, heads, width]``; the returned tensors
+    are ``[1, heads, all tokens, width]``. Raise UnsupportedError if queries and keys differ in number.
     """
     if q.size(0) != k.size(0):
         raise UnsupportedError(

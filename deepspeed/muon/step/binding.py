@@ -36,7 +36,7 @@ class StepContext:
     Args:
         is_logging: whether this rank logs what is the same on all ranks; true on one rank.
         kernels: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
-        unavailable: device type -> reason why its fast kernels cannot be used.
+        unavailable: device type -> reason why the package's fast kernels cannot be used on it.
         ranks_per_node: number of consecutive ranks on one node; 1 if unknown. Several ranks own a matrix together only
             if they are on one node, unless the config sets the number of owners.
         peers: process group of the ranks that train the same layers; ``None``: all ranks.
@@ -71,7 +71,7 @@ def bind_partition(
     blocks: Mapping[Tensor, Blocks],
     second_moments: SecondMoments,
 ) -> PartitionStep:
-    """Plan the step of one partition of Muon parameters. Return the object that carries it out.
+    """Plan the step of one partition of Muon parameters. Return the :class:`PartitionStep` that carries it out.
 
     Args:
         partition: the parameters that one call of the optimizer's ``step`` updates, and how the ranks share them.

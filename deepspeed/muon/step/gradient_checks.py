@@ -47,7 +47,7 @@ class _Probes(NamedTuple):
 
 
 class GradientProbe:
-    """The search for matrices of one partition that have no gradient, with a few tensor operations for all of them.
+    """The search for matrices without a gradient in one :class:`Partition`. It takes only a few tensor operations.
 
     Args:
         partition: lists the tensors of this rank and the names of the matrices.

@@ -75,12 +75,12 @@ class Call(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class PartitionStep:
-    """The planned step of one partition of Muon parameters. It is made once and run in every training step.
+    """The planned step of one :class:`Partition` of Muon parameters. It is made once and run in every training step.
 
     Args:
         config: the optimizer's config.
         partition: the parameters, and how the ranks share them.
-        plan: this rank's part of the plan: its buckets of matrices.
+        plan: this rank's part of the plan, such as its :class:`Bucket` objects: matrices that are exchanged together.
         exchange: communication among the ranks of the partition.
         newton_schulz: schedule, methods and dtype of Newton-Schulz.
         kernels: function of a matrix's (rows, columns) that returns the kernels for its Newton-Schulz.
@@ -125,7 +125,7 @@ class PartitionStep:
 
     @cached_property
     def gradients(self) -> GradientProbe:
-        """Return the object that finds the partition's matrices without a gradient."""
+        """Return the :class:`GradientProbe` that finds the partition's matrices without a gradient."""
         return GradientProbe(self.partition, self.plan, self.exchange)
 
     @cached_property
@@ -148,7 +148,7 @@ class PartitionStep:
 
     @cached_property
     def calls(self) -> list[list[Call]]:
-        """Return for each bucket of the plan its runs, grouped into :class:`Call` objects."""
+        """Return, for each bucket of the plan, its :class:`Call` objects: what to update together."""
         return [[self._call(bucket, runs) for runs in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
 
     def warm_up(self) -> None:
@@ -214,10 +214,11 @@ class PartitionStep:
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
     def prepare(self, buffers: BucketBuffers) -> None:
-        """Update the momentum of a bucket's runs, and write the input of Newton-Schulz into the bucket's buffers.
+        """Update this rank's part of the momentum of a bucket's matrices, and write Newton-Schulz's input.
 
         The input, called look-ahead, has the dtype of the exchange. With the gradient g and the updated momentum m, it
-        is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m.
+        is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m. ``buffers``: the bucket's buffers, which get the
+        input.
         """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
@@ -238,9 +239,9 @@ class PartitionStep:
                     self._advance(tensor, grad, run, buffers.slice_of(index))
 
     def _advance_spans(self, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
-        """Update the momentum of a call's runs, and write their input of Newton-Schulz (look-ahead) to ``targets``.
+        """Update the momentum of all runs of a :class:`Call`, and write their input of Newton-Schulz to ``targets``.
 
-        ``average``, ``grad``: momentum and gradient of the call's tensor. ``targets``: the buffer of the call. All are
+        ``average``, ``grad``: momentum and gradient of the call's tensor. ``targets``: the call's buffer. All three are
         1-D.
         """
         if self.multi_run_kernels is not None:
@@ -251,9 +252,10 @@ class PartitionStep:
             self.elementwise.advance(average[shard], grad[shard], target, self._momentum, self._nesterov, self._work)
 
     def _advance(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Update the momentum of one run, and write its input of Newton-Schulz (look-ahead) to ``target``, 1-D.
+        """Update the momentum of one run (:class:`ShardRun`), and write its input of Newton-Schulz to ``target``.
 
-        ``tensor``, ``grad``: the tensor that contains the run, and its gradient.
+        A run is a piece of a matrix that this rank holds. ``tensor``, ``grad``: the tensor that contains the run, and
+        its gradient. ``target``: the run's part of a buffer, 1-D.
         """
         if self._is_int8:
             self._advance_in_int8(tensor, grad, run, target)
@@ -275,10 +277,10 @@ class PartitionStep:
     # the look-ahead from the old codes, and the codes are updated after the last bucket.
 
     def _advance_in_int8(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Write a run's input of Newton-Schulz (look-ahead) to ``target``, 1-D, from its int8 momentum.
+        """Write the input of Newton-Schulz for a run with int8 momentum to ``target``.
 
         If the run is everything that this rank holds of the parameter, also update its momentum. Otherwise
-        :meth:`_advance_rest` does so after the last bucket.
+        :meth:`_advance_rest` does so after the last bucket. The arguments are those of :meth:`_advance`.
         """
         state, copy = self._states[tensor], run.copy
         fragment, codes, absmax, skipped = self.blocks[tensor].fragment_at(state, copy.start, copy.extent)
@@ -296,7 +298,7 @@ class PartitionStep:
     def _advance_codes(
         self, state: State, fragment: Fragment, codes: Tensor, absmax: Tensor, grad: Tensor, target: Tensor | None
     ) -> None:
-        """Update the int8 momentum of one fragment, which is a part of a parameter.
+        """Update the int8 momentum of one :class:`Fragment`, the part of a parameter that a tensor holds.
 
         Args:
             state: the optimizer state of the fragment's tensor.
@@ -304,7 +306,7 @@ class PartitionStep:
             codes: the fragment's int8 codes; updated in place.
             absmax: the largest magnitude of each of its quantization blocks; updated in place.
             grad: the fragment's gradient, 1-D.
-            target: the buffer for its input of Newton-Schulz (look-ahead); ``None``: only the momentum is updated.
+            target: the buffer to which Newton-Schulz's input is written, 1-D; ``None``: only the momentum is updated.
         """
         key, momentum, nesterov = key_of(fragment.name, int(state["step"])), self._momentum, self._nesterov
         self.elementwise.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, fragment.first, self._work)
@@ -340,9 +342,10 @@ class PartitionStep:
     def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[ShardRun]) -> Tensor:
         """Return a copy of a fragment's gradient, 1-D, in which the momentum of ``runs`` replaces their gradient.
 
-        An update averages momentum and gradient, so the momentum of these runs does not change. Their int8 codes may
-        change if they share a quantization block with a matrix that changes. ``position``: index of the fragment in
-        ``tensor``.
+        Updated with this copy, the momentum of these runs keeps its value, because an update averages momentum and
+        gradient. Their int8 codes may change if they share a quantization block with a matrix that changes.
+        ``position``: index of the fragment's first element in ``tensor``. ``runs``: pieces of matrices that have no
+        gradient.
         """
         grad, state = grad.clone(), self._states[tensor]
         for run in runs:
@@ -356,9 +359,10 @@ class PartitionStep:
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize the matrices of a bucket in the bucket's buffers, in place. Equal shapes run as one batch.
+        """Orthogonalize the matrices of a bucket in place. Matrices of equal shape run as one batch.
 
-        ``calls``: the planned collectives of matrices with several owners, in order.
+        ``buffers``: the bucket's buffers, which contain the matrices. ``calls``: the planned collectives of matrices
+        with several owners, in order.
         """
         how, rules, stats = self.newton_schulz, self.rules, self._stats
         for batch in buffers.bucket.batches:
@@ -391,9 +395,10 @@ class PartitionStep:
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Update the weights of a bucket's runs from the orthogonalized results in the bucket's buffers.
+        """Update this rank's part of the weights of a bucket's matrices, from the orthogonalized results.
 
-        The update is weight decay, and subtraction of learning rate x scale x result.
+        The weights decay, and learning rate x scale x result is subtracted. ``buffers``: the bucket's buffers, which
+        contain the results.
         """
         if self._stats is not None:
             cautious = self.config.cautious_weight_decay
@@ -413,7 +418,7 @@ class PartitionStep:
                 copy_to_grid(weights, tensor, run.copy)
 
     def _apply_spans(self, call: Call, weights: Tensor, results: Tensor) -> None:
-        """Update the weights of a call's runs from the orthogonalized ``results``.
+        """Update the weights of all runs of a :class:`Call` from the orthogonalized ``results``.
 
         ``weights``: the call's tensor. ``results``: the call's buffer. Both are 1-D.
         """
@@ -429,11 +434,11 @@ class PartitionStep:
         self.elementwise.apply_(weights, update, self._lr, call.scale, self._decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice of a run, weights of that slice, 1-D), for the caller to update in place.
+        """Yield (slice, ``weights[slice]``), for the caller to update the second in place, until all weights are done.
 
-        bf16 weights are yielded chunk by chunk as fp32 copies, and rounded back stochastically. Rounding to nearest
-        would lose updates below 2^-9 of a weight. Other weights are yielded in one slice. ``step``: number of the step,
-        which seeds the rounding.
+        bf16 weights are yielded in chunks as fp32 copies, and then rounded back stochastically, because rounding to
+        nearest would lose updates below 2^-9 of a weight. Others are yielded in one slice and not copied. ``weights``:
+        those of ``run``, 1-D. ``step``: number of the step, which seeds the rounding.
         """
         if weights.dtype != torch.bfloat16:
             yield slice(None), weights
@@ -446,7 +451,7 @@ class PartitionStep:
     # ---- runs of a call -----------------------------------------------------------------------------------
 
     def _is_one_pass(self, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
-        """Return whether a call's runs can be updated span by span, without a look at each run.
+        """Return whether the runs of a :class:`Call` can be updated span by span, without a look at each run.
 
         All matrices of the runs must have a gradient. And ``tensor``, the weights or their momentum, must not be bf16,
         because stochastic rounding of an element depends on its place in the matrix.
@@ -456,7 +461,7 @@ class PartitionStep:
         return not self._absent or not any(bucket.runs[index].matrix in self._absent for index in call.runs)
 
     def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
-        """Yield (run, its part of the bucket's buffer, 1-D) for those runs of a call that have a gradient."""
+        """Yield (run, its part of the bucket's buffer, 1-D) for each run of a :class:`Call` that has a gradient."""
         for index in call.runs:
             run = buffers.bucket.runs[index]
             if run.matrix not in self._absent:
