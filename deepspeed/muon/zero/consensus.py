@@ -34,12 +34,12 @@ _open_comparison = 0
 
 
 def agree(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
-    """Gather the facts of all ranks on rank 0, and return ``reduce(facts)`` on every rank; a collective.
+    """Send every rank's facts to rank 0, and return ``reduce(all facts)`` on every rank; a collective.
 
-    The messages go through torch's rendezvous store, not through a process group.
+    The facts of a rank are a dict of JSON values, such as its settings. They travel through torch's rendezvous store.
 
     Args:
-        local_facts: returns this rank's facts, a dict of JSON values. The call may take minutes, and may raise.
+        local_facts: returns this rank's facts. The call may take minutes, and may raise.
         reduce: called on rank 0 only, with a list of every rank's facts. If the dict it returns has the key ``error``,
             all ranks raise DisagreementError with that text.
 
@@ -55,7 +55,7 @@ def agree(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
 
 
 def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
-    """Run :func:`agree` on several ranks, and return the result of ``reduce``.
+    """Do the work of :func:`agree` with several ranks; return the dict that ``reduce`` returned on rank 0.
 
     Each rank first sends an immediate sign of life, then its facts, which may take minutes to compute.
 
@@ -94,9 +94,9 @@ def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fa
 
 
 def _reduce_on_rank_0(store: torch.distributed.Store, ranks: range, seconds: float, reduce: Reduce) -> Facts:
-    """Wait for the facts of all ranks, and return ``reduce(facts)``, or ``{"error": text}`` if that fails; rank 0 only.
+    """Wait on rank 0 for the facts of all ranks (:func:`agree`), and return ``reduce(all facts)``.
 
-    ``seconds``: how long to wait for each rank's first sign of life.
+    Return ``{"error": text}`` instead if that fails. ``seconds``: how long to wait for each rank's first sign of life.
     """
     if silent := _unset_keys(store, [f"here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
@@ -122,7 +122,7 @@ def _reduce_on_rank_0(store: torch.distributed.Store, ranks: range, seconds: flo
 
 
 def _unset_keys(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
-    """Return the indices in ``keys`` of the store's keys that no rank sets within ``seconds``."""
+    """Return the indices in ``keys`` of the keys that no rank sets in the store within ``seconds``."""
     deadline = time.monotonic() + seconds
     missing = []
     for index, key in enumerate(keys):
@@ -142,10 +142,10 @@ def _silence(ranks: list[int]) -> str:
 
 
 def differences(facts: list[Facts], titles: dict[str, str], within: str = "") -> Facts:
-    """Compare the ranks' facts, and return ``{"error": text}``, which names differing ranks; ``{}`` if none differ.
+    """Compare facts between ranks, and return ``{"error": text}`` that names ranks which differ; ``{}`` if none do.
 
     Args:
-        facts: one dict for each rank, in the order of ranks.
+        facts: a dict for each rank, in the order of ranks.
         titles: {key of a fact to compare: text for the error}. A text that contains ``{ranks}`` and ``{first}`` is the
             whole error. Any other text is the fact's name, to which the ranks' values are added.
         within: key of a fact. Ranks are compared only with ranks that have the same value of this fact. By default all

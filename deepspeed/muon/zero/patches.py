@@ -56,7 +56,9 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
-        self.optimizer_params = clipped_once(self.optimizer_params, self.gradient_clipping, self.global_rank == 0)
+        self.optimizer_params = without_double_clipping(
+            self.optimizer_params, self.gradient_clipping, self.global_rank == 0
+        )
         params = (self.optimizer_params or {}).items()
         settings = parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
         refuse_unsupported(self, settings)
@@ -64,10 +66,12 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     _keep_user_tags()
 
 
-def clipped_once(params: Mapping[str, Any] | None, gradient_clipping: Any, is_logging_rank: bool = True) -> Any:
-    """Return ``optimizer.params``, without ``max_grad_norm`` if ``gradient_clipping`` is set to a nonzero value.
+def without_double_clipping(
+    params: Mapping[str, Any] | None, gradient_clipping: Any, is_logging_rank: bool = True
+) -> Any:
+    """Return ``optimizer.params``, without ``max_grad_norm`` if ``gradient_clipping`` is set as well.
 
-    Otherwise the gradient would be clipped twice. Log a warning if the key is removed.
+    Both keys clip gradients by their norm. Log a warning if the key is removed.
     """
     if not params or "max_grad_norm" not in params or not gradient_clipping:
         return params
@@ -112,7 +116,7 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
     refuse_engine(self)
     note_tp_rank(self)
     optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
-    _check(self, optimizer)
+    _check_before_zero(self, optimizer)
     return optimizer
 
 
@@ -158,7 +162,7 @@ def _import_stocks_muon() -> None:
 
 
 def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """Build the optimizer by calling the script's function ``build(model_parameters)``; check it and return it."""
+    """Build an optimizer by calling ``build(model_parameters)``, a function of the script; check it and return it."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)
@@ -166,21 +170,26 @@ def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """Check an optimizer that the script built, before DeepSpeed wraps it; raise if it cannot be used.
+    """Check an optimizer that the script built, before DeepSpeed wraps it; a collective.
 
     A MuonWithAuxAdam is checked by its own settings, which may differ from those in the ds_config.
+
+    Raises:
+        MuonConfigError: the config asks for Muon, but this is another optimizer; or a setting is wrong.
+        UnsupportedError: deepspeed-muon does not support the engine or a setting.
+        DisagreementError: the ranks have different settings, or some do not respond.
     """
     if not isinstance(optimizer, MuonWithAuxAdam):
-        _refuse_another(engine, type(optimizer))
+        _refuse_other_optimizer(engine, type(optimizer))
         return
     refuse_unsupported(engine._config, optimizer.config)
     refuse_engine(engine)
     refuse_replaced_parameters(optimizer)
-    _check(engine, optimizer)
+    _check_before_zero(engine, optimizer)
     engine._config.zero_force_ds_cpu_optimizer = False  # if true, DeepSpeed refuses it with ZeRO-Offload
 
 
-def _refuse_another(engine: Any, kind: type) -> None:
+def _refuse_other_optimizer(engine: Any, kind: type) -> None:
     """Raise MuonConfigError if the config asks for Muon, but the script passes an optimizer of another class, ``kind``.
 
     Log a warning if the config does not ask for Muon, but ``kind`` is another implementation of Muon.
@@ -201,7 +210,7 @@ def _refuse_another(engine: Any, kind: type) -> None:
         )
 
 
-def _check(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+def _check_before_zero(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """Check the optimizer against the config and the other ranks, before ZeRO allocates memory; a collective.
 
     Also disable ``zero_optimization.elastic_checkpoint``, with a warning.
@@ -232,7 +241,8 @@ def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
     """Replace ``DeepSpeedEngine._get_optimizer_param``, which ``get_lr`` and ``get_mom`` call.
 
-    Return one value for each parameter group that the user passed, not for each group that the optimizer made of them.
+    Return one value for each parameter group that the user passed. The optimizer itself has more groups, because it
+    splits each of these into a group for Muon and one for AdamW.
     """
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 

@@ -23,7 +23,7 @@ from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedErr
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.param_groups import warn_of_odd_settings
 from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, known_keys, not_objects, place_of, warn_of_unknown
-from deepspeed.muon.zero.patches import TYPES, clipped_once, is_muon
+from deepspeed.muon.zero.patches import TYPES, is_muon, without_double_clipping
 from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule
 
@@ -47,10 +47,14 @@ _BRACED = re.compile(r"\ufeff?(?:\s|(?:#|//)[^\n]*\n|/\*.*?\*/)*\{", re.DOTALL)
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a ds_config from which ``ds_muon`` forecasts a run.
+    """The settings of a ds_config that ``ds_muon`` needs to forecast a run.
 
-    ``offload``: whether the optimizer is offloaded to the CPU or NVMe. ``gradient_clipping``: the largest norm, or 0.0.
-    ``notes``: sentences for the user about values that were assumed or not checked.
+    Attributes:
+        config: the settings in ``optimizer.params``.
+        layout: how ZeRO will shard the parameters.
+        offload: whether the optimizer is offloaded to the CPU or NVMe.
+        gradient_clipping: the norm to which gradients are clipped; 0.0 if they are not.
+        notes: sentences for the user about values that were assumed or not checked.
     """
 
     config: MuonConfig
@@ -79,7 +83,7 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     autos, defaults = [key for key in FILLED_BY if params.get(key) == "auto"], list[str]()
     params = {key: value for key, value in params.items() if key not in autos}
     params |= {"lr": PLACEHOLDER_LR} if "lr" in autos else {}
-    params = clipped_once(params, section.get("gradient_clipping"))
+    params = without_double_clipping(params, section.get("gradient_clipping"))
     config, schedule = parse(params), read_schedule(section.get("scheduler"))
     muon = config.muon_group() | {"betas": config.betas, "use_muon": True}
     warn_of_odd_settings((muon, config.adam_group() | {"use_muon": False}))
@@ -143,7 +147,10 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
 
 
 def _hint(section: dict[str, Any], name: Any) -> str:
-    """Return advice for a ds_config without Muon, such as "did you mean Muon?". ``name``: its ``optimizer.type``."""
+    """Return advice for a ds_config whose ``optimizer.type`` is not Muon, such as ``"did you mean Muon?"``.
+
+    ``section``: the whole ds_config. ``name``: its ``optimizer.type``.
+    """
     near = nearest("optimizer", section.keys() - {"optimizer"})
     if near and section.get("optimizer") is None:
         return f"did you mean optimizer instead of {near}?"
@@ -321,7 +328,9 @@ def _nested_ds_configs(
 
 
 def _parse_yaml(path: str, text: str) -> Any:
-    """Return the value of a YAML text; ``None`` if the text is not valid YAML and may be Hjson. ``path``: for errors.
+    """Return the value of a YAML text; ``None`` if the text is not valid YAML, because it may be Hjson.
+
+    ``path``: the file's name, for errors.
 
     Raises:
         SettingsError: PyYAML is not installed.

@@ -79,7 +79,7 @@ def _is_scaled(config: Any) -> bool:
 
 
 def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
-    """Return a rule that refuses any true value of the dotted ds_config key ``key``.
+    """Return a :data:`Rule` that refuses a config in which the dotted key ``key`` is set to a true value.
 
     ``advice``: what to change. ``first_stage``: lowest ZeRO stage at which the rule applies.
     """
@@ -188,7 +188,7 @@ def renames_parameters(config: Any) -> bool:
 def refuse_engine(engine: Any) -> None:
     """Raise UnsupportedError if deepspeed-muon does not support the engine's parallelism; the error lists all reasons.
 
-    Checked are pipelines, model-parallel units, sequence parallelism, and experts combined with these.
+    Only some forms of pipelines, model-parallel units (mpu), sequence parallelism and experts are supported.
     """
     if problems := list(_engine_problems(engine)):
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
@@ -207,7 +207,9 @@ def refuse_universal(engine: Any) -> None:
             + LOAD_ORIGINAL
         ]
     if problems:
-        raise UnsupportedError("checkpoint.load_universal: " + "; ".join(problems))
+        raise UnsupportedError(
+            "this engine cannot load universal checkpoints (checkpoint.load_universal): " + "; ".join(problems)
+        )
 
 
 def refuse_qk_clip(engine: Any) -> None:

@@ -125,7 +125,7 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tu
 
 
 def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return a phrase for the log on whether the ranks divide Newton-Schulz among themselves at stage 0.
+    """Return a phrase for the log on how ranks divide Newton-Schulz at stage 0, such as "that share Newton-Schulz".
 
     The phrase is empty at other stages, on a single rank, and with tensor parallelism.
     """

@@ -120,7 +120,7 @@ def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mappi
 
 
 def matrix_share(engine: Any, optimizer: MuonWithAuxAdam) -> int:
-    """Return a number for the part of the model that this rank trains. Ranks with equal numbers have the same matrices.
+    """Return the index of the part of the model that this rank trains. Ranks with equal indices have the same matrices.
 
     The part is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a stage.
     """

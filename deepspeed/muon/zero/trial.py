@@ -72,10 +72,10 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def run_trial(local: Facts) -> Facts | None:
-    """Train in all :data:`CASES`, and check the order in which the ranks call collectives; a collective.
+    """Train a small model in each of :data:`CASES`, and check in which order ranks call collectives; a collective.
 
     Args:
-        local: facts about this rank, which are only collected.
+        local: facts about this rank to include in the result.
 
     Returns:
         ``None`` on other ranks than 0. On rank 0 a dict:

@@ -55,7 +55,7 @@ class Adapter:
 
     @classmethod
     def seams(cls) -> list[Seam]:
-        """Return every method of DeepSpeed that this adapter may replace."""
+        """Return a :class:`Seam` for each attribute of DeepSpeed that this adapter may replace."""
         return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
@@ -83,7 +83,9 @@ class Adapter:
         """Return a new :class:`Partition` for each parameter group, or at stage 3 for each of ZeRO's sub-groups."""
         raise NotImplementedError
 
-    def sharded(self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any) -> Partition:
+    def sharded_partition(
+        self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any
+    ) -> Partition:
         """Return a :class:`Partition` for parameters that ZeRO shards.
 
         Args:

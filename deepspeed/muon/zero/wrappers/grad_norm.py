@@ -58,7 +58,7 @@ def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed
 
 
 def is_valid(norm: Any) -> bool:
-    """Return whether a gradient norm (a number or 0-D tensor) shows that the gradient is finite.
+    """Return whether a gradient norm, a number or 0-D tensor, shows that the gradient is finite.
 
     ZeRO reports a norm of -1 for a gradient that is not finite.
     """

@@ -142,7 +142,7 @@ class Plain(Stage0):
 
 
 class _Whole:
-    """Access to the weights and optimizer state of one parameter of which every rank holds the whole.
+    """Access to the weights and optimizer state of one parameter that every rank holds whole.
 
     DeepSpeed's ``safe_get_*`` and ``safe_set_*`` call its methods. A pickled or copied instance has no optimizer: its
     ``get`` returns ``None``, and its ``set`` does nothing.

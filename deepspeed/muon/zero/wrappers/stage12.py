@@ -51,7 +51,7 @@ class Flat(Adapter):
             ranks = self.wrapper.real_dp_process_group[index]
             span = flat.numel() // comm.get_world_size(ranks)
             placements = {param: Placement(start, span, 0) for param, start in zip(params, starts, strict=True)}
-            result.append(self.sharded(index, master, placements, ranks))
+            result.append(self.sharded_partition(index, master, placements, ranks))
         return result
 
     def patch_state_access(self) -> None:
@@ -76,7 +76,7 @@ class Flat(Adapter):
     def _relinking(self) -> Iterator[None]:
         """Link parameters to their state again (:meth:`link`) after a load or move of the state inside this context.
 
-        Free the optimizer's scratch memory before.
+        Before the load or move, free the optimizer's scratch memory.
         """
         self.optimizer.workspace.clear()
         yield
@@ -132,8 +132,11 @@ class Stage12(Flat):
         """Keep DeepSpeed from running its own Muon, and correct the wrapper's gradients and gradient norms.
 
         DeepSpeed runs its own Muon on parameters with ``use_muon`` if the name of the optimizer's class contains
-        "muon". Under CPU offload, gradients are missing (:meth:`_with_complete_gradients`). The norms are wrong for
-        experts under tensor parallelism, and hang in pipelines whose stages have different numbers of parameter groups.
+        "muon". The corrections are for:
+
+        - CPU offload, which leaves out gradients (:meth:`_with_complete_gradients`);
+        - experts under tensor parallelism, of which the norm counts too few (:func:`with_all_experts`);
+        - pipelines whose stages have different numbers of parameter groups (:func:`with_norms_of_all_stages`).
         """
         share_autocast_scale(self.engine)
         self.replace("get_flat_partition", _without_tags)

@@ -53,7 +53,7 @@ class Stage3(Adapter):
                 placements[param] = Placement(0, param.partition_numel(), base)
                 base += param.partition_numel()
             group, flat = wrapper.sub_group_to_group_id[index], wrapper.fp32_partitioned_groups_flat[index]
-            result.append(self.sharded(group, flat, placements, wrapper.sub_group_process_groups[index]))
+            result.append(self.sharded_partition(group, flat, placements, wrapper.sub_group_process_groups[index]))
         return result
 
     def prepare(self, group_count: int) -> None:
