@@ -154,7 +154,7 @@ def has_fused_kernel(device_type: str) -> bool:
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], fragment: Fragment) -> Tensor:
-    """Return the sum of squares of AdamW's last update of some elements; fp32, 0-D. The monitor records it.
+    """Return the sum of squares of AdamW's last update of some elements, fp32, 0-D, for the monitor.
 
     The update is taken at learning rate 1 and without weight decay. ``fragment``: the elements, a part of a parameter.
     ``state``: the state of the tensor that holds these elements, after the step.

@@ -194,7 +194,7 @@ def fastest_choice(
 
 
 def predicted_seconds(rates: Rates, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
-    """Return the seconds that Newton-Schulz is expected to take for all matrices of a model, one after the other.
+    """Return the seconds that Newton-Schulz is expected to take on one device for all matrices of a model.
 
     Args:
         rates: speeds of the kernels, from :func:`lowest_rates`.

@@ -55,8 +55,8 @@ class Products(NamedTuple):
 def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
     """Yield the kinds of Newton-Schulz's matrix products, in the order in which they are computed.
 
-    A kind is the name of a field of :class:`Products`, such as ``square``. The order depends on ``dtype``, because the
-    restarts of method ``gram`` do.
+    A kind is the name of a field of :class:`Products`, such as ``square``. ``method``: ``standard`` or ``gram``.
+    ``dtype``: dtype of the products, such as ``bf16``, which decides when ``gram`` restarts.
     """
     step = 0
     for length in (1,) * len(schedule) if method == "standard" else segments(schedule, dtype):
@@ -85,11 +85,11 @@ SPLIT_FROM = 4
 def flops(
     rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0, owners: int = 1
 ) -> int:
-    """Return the floating-point operations with which each owner of a matrix takes part in orthogonalizing it.
+    """Return the number of floating-point operations that each owner of a matrix makes to orthogonalize it once.
 
     The owners of a matrix are the ranks that run Newton-Schulz on it, each on a slice along the longer side. A single
-    owner of an m x n matrix with m <= n takes, with the schedule ``simple``, 20 m^2 n + 10 m^3 operations for
-    ``standard``. For ``gram`` it takes 12 m^2 n + 22 m^3 in bf16, and 8 m^2 n + 28 m^3 in fp16 and fp32.
+    owner of an m x n matrix with m <= n makes, with the schedule ``simple``, 20 m^2 n + 10 m^3 operations for
+    ``standard``. For ``gram`` it makes 12 m^2 n + 22 m^3 in bf16, and 8 m^2 n + 28 m^3 in fp16 and fp32.
 
     Args:
         symmetric: the fraction of each symmetric product that kernels compute: 1, or about 0.5 for one triangle.

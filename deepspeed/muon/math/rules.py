@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.reference import near_one_
 from deepspeed.muon.kernels.workspace import Workspace, has_fp64
-from deepspeed.muon.math.wide import scale, squares, widened
+from deepspeed.muon.math.wide import scale, sums_of_squares, widened
 
 #: Value of ``muon_eq`` and ``muon_plus`` -> the norms to make equal, one after the other: 0 for the norms of each
 #: output's weights, 1 for the norms of each input's weights.
@@ -113,7 +113,7 @@ def equalize(
     for axis in axes:
         each = 1.0 if norm is None else norm / math.sqrt(x.size(axis))
         if axis == 1:
-            columns = _factors(squares(x, 1, work, dtype).sqrt_(), each)
+            columns = _factors(sums_of_squares(x, 1, work, dtype).sqrt_(), each)
             continue
         for part, wide in widened(x, work, dtype):  # a part has whole rows, so that one pass is enough
             if columns is not None:
@@ -140,7 +140,7 @@ def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Wor
         second_moment: the running mean, fp32 ``[outputs]``, zeros at first; updated in place.
         beta2: decay of the running mean per step.
     """
-    found = squares(x, axis, work)
+    found = sums_of_squares(x, axis, work)
     total, mean = found.sum(), second_moment.view(found.shape)
     mean.copy_(torch.where(total > 0, mean.lerp(found / x.size(1 - axis), 1 - beta2), mean))
     factor = 1 / (mean.sqrt() + EPS)

@@ -25,14 +25,15 @@ CPU_CHUNK = 2**18
 def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (view of some rows of ``x``, copy of these rows in ``dtype``), chunk by chunk until all rows are done.
 
-    ``x``: ``[rows, cols]``. Each copy overwrites the one before. ``work``: allocates the copies.
+    ``x``: ``[rows, cols]``. ``work``: allocates the copies, each of which overwrites the one before. The caller may
+    write results to the view.
     """
     rows = max(1, (CHUNK if is_accelerator(x.device) else CPU_CHUNK) // x.size(1))
     for part in x.split(rows):
         yield part, work.get("widened", tuple(part.shape), dtype, x.device).copy_(part)
 
 
-def squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.float32) -> Tensor:
+def sums_of_squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the sum of squares of each row or column of ``x``, ``[rows, cols]``, computed in ``dtype``.
 
     The result is ``[rows, 1]`` for axis 0 (rows), ``[1, cols]`` for axis 1 (columns).

@@ -169,7 +169,7 @@ class QKClip:
             self._warned |= idle
             logger.warning(
                 "deepspeed-muon: qk_clip: saw no attention in %d layer(s) (first: %s) in this step, and does not scale "
-                "their weights in such steps; ignore this if the model skipped them, or do not compile them",
+                "their weights in such steps; ignore this if the model skips them, otherwise do not compile them",
                 len(idle),
                 min(idle),
             )

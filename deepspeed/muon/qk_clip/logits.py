@@ -57,7 +57,7 @@ class Visible:
         """Return whether each query sees a prefix of the keys: all keys from the first to some last one."""
         return self.mask is None and self.documents is None and self.window[0] < 0
 
-    def last(self, queries: int, keys: int) -> Tensor:
+    def last_keys(self, queries: int, keys: int) -> Tensor:
         """Return the index of the last key that each query sees, int64 ``[queries]``; negative if it sees no key.
 
         Call it only if :attr:`is_prefix`. ``queries``, ``keys``: the numbers of queries and keys.
@@ -157,7 +157,7 @@ def _bounds(query: Tensor, key: Tensor) -> Tensor:
 def _bound_of_prefixes(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
     # For each head the largest of _bounds, without computing all pairs.
     longest = key.float().norm(dim=-1).cummax(dim=-1).values.repeat_interleave(query.size(1) // key.size(1), dim=1)
-    last = visible.last(query.size(2), key.size(2)).to(query.device)
+    last = visible.last_keys(query.size(2), key.size(2)).to(query.device)
     bounds = query.float().norm(dim=-1) * longest[..., last.clamp(min=0)]
     return bounds.masked_fill_(last < 0, -math.inf).amax((0, 2))
 
