@@ -23,10 +23,14 @@ Part = TypeVar("Part")
 
 
 class Segment(NamedTuple):
-    """Elements that one copy moves between host memory and an accelerator under CPU offload.
+    """Adjacent elements that one copy moves between host memory and an accelerator under CPU offload.
 
-    They start at index ``host`` of the bucket's host memory, and at index ``device`` of its matrices if ``in_place``,
-    otherwise of its send buffer.
+    Args:
+        host: index of the first element in the bucket's host memory.
+        device: index of the first element on the accelerator: in the bucket's matrices if ``in_place``, otherwise in
+            the bucket's send buffer.
+        numel: number of elements.
+        in_place: whether the elements go to the matrices without passing through the send buffer.
     """
 
     host: int
@@ -36,7 +40,11 @@ class Segment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Adjacent runs treated as one: contiguous in the shard, from index ``start``, and in a buffer, from ``at``."""
+    """Adjacent elements of one or more :class:`ShardRun` objects, which one elementwise operation updates.
+
+    The elements are contiguous in two tensors: from index ``start`` of the shard, and from index ``at`` of a buffer of
+    the bucket. ``numel``: number of elements.
+    """
 
     start: int
     at: int
@@ -44,11 +52,17 @@ class Span(NamedTuple):
 
 
 class GridCopy(NamedTuple):
-    """A copy between elements on a regular grid in one tensor and consecutive elements of another.
+    """The indices of a copy between two flat tensors: strided rows in one, consecutive elements in the other.
 
-    The grid has ``rows`` rows of ``cols`` elements, which start ``pitch`` elements apart, the first at index ``start``.
-    In the other tensor the elements are consecutive from index ``at``. With ``times`` > 1 there are that many grids,
-    which start ``start_step`` elements apart; in the other tensor they start ``at_step`` apart.
+    Args:
+        at: index of the first element in the tensor with consecutive elements.
+        start: index of the first element in the tensor with strided rows.
+        rows: number of rows.
+        cols: number of elements in each row.
+        pitch: distance from the start of one row to the start of the next.
+        times: how often the whole copy is repeated, at other indices.
+        at_step: what each repetition adds to ``at``.
+        start_step: what each repetition adds to ``start``.
     """
 
     at: int
@@ -62,28 +76,33 @@ class GridCopy(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements that are copied, repetitions included."""
         return self.times * self.rows * self.cols
 
     @property
     def extent(self) -> int:
-        """Return the length of one grid in its tensor, from the first element to the last, gaps included."""
+        """Return the distance from the first element to the end of the last row in the tensor with strided rows.
+
+        Gaps between rows count; repetitions do not.
+        """
         return (self.rows - 1) * self.pitch + self.cols
 
 
 class ShardRun(NamedTuple):
-    """A piece of one block that this rank's shard holds: consecutive elements, or rows of a grid.
+    """A part of one block that this rank's shard holds: either consecutive elements or equally spaced rows.
+
+    The block is a matrix to orthogonalize or, if several ranks own that matrix, one owner's slice of it.
 
     Args:
         parameter: name of the parameter that the elements belong to.
         matrix: name of the whole matrix that the elements belong to.
-        tensor: index, in the parameter group, of the tensor that holds the elements.
-        copy: from that tensor to the bucket's matrices if ``in_place``, otherwise to the send buffer.
-        in_place: whether the elements are written directly into the bucket's matrices. Only elements of a block that
-            this rank owns can be, and only if they are contiguous in it; columns go through the send buffer.
+        tensor: index of the tensor, in the parameter group, that holds the elements.
+        copy: the copy from that tensor to the bucket's matrices if ``in_place``, otherwise to the bucket's send buffer.
+        in_place: whether the elements are written directly into the bucket's matrices. This needs a block that this
+            rank owns, and elements that are contiguous in the block. All other elements go through the send buffer.
         shape: (rows, columns) of the whole matrix.
-        draws: (name, index) of the first element's random number in stochastic rounding. Each element of a matrix has
-            one number, on whichever rank it is; columns, which are not contiguous in the matrix, use another name.
+        draws: (name, index) that selects the random number of the first element in stochastic rounding. If the elements
+            are contiguous in the block, each gets the same number whichever rank holds it.
     """
 
     parameter: str
@@ -97,10 +116,18 @@ class ShardRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape, or one slice of each of them; they are adjacent in the bucket, from index ``start`` on.
+    """Matrices of one shape that this rank orthogonalizes together; they are adjacent in the bucket.
 
-    ``rows``, ``cols``: of each matrix or slice. ``axis``: along which a matrix has its outputs. ``shape``: (rows,
-    columns) of the whole matrices. ``owners``: how many ranks own each matrix, one slice each.
+    If several ranks own each matrix, the batch has this rank's slice of each.
+
+    Args:
+        start: index of the first matrix or slice in the bucket's matrices, in elements.
+        rows: rows of each matrix or slice.
+        cols: columns of each matrix or slice.
+        axis: axis of a matrix that its outputs are along: 0 rows, 1 columns.
+        names: name of each matrix or slice.
+        shape: (rows, columns) of each whole matrix.
+        owners: how many ranks own each matrix; every one of them has one slice.
     """
 
     start: int
@@ -113,21 +140,23 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """Return the number of matrices."""
+        """Return the number of matrices, or of slices, in the batch."""
         return len(self.names)
 
     @property
     def gram_axis(self) -> int:
-        """Return the shorter axis of the whole matrices (0: rows, 1: columns), whose length the Gram matrix has."""
+        """Return the shorter axis of the whole matrices (0 rows, 1 columns); the Gram matrix has the length of that axis."""
         return int(self.shape[0] > self.shape[1])
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The matrices that are exchanged together, as one rank sees them; positions and counts are in elements.
+    """The matrices that all ranks exchange at the same time, as one rank sees them.
 
-    If every rank holds the matrices whole, there are two kinds of buckets: one with this rank's own matrices, in which
-    nothing travels, followed by some that only send results to all ranks (``only_results``).
+    The bucket's matrices are one flat tensor with the matrices, or slices, that this rank owns. Positions and counts
+    are in elements. If every rank holds the matrices whole (ZeRO stage 0), there are two kinds of buckets. The first
+    kind has this rank's own matrices, and sends nothing. The second kind, ``only_results``, sends the results of such a
+    bucket from their owners to all ranks.
     """
 
     runs: tuple[ShardRun, ...]
@@ -152,7 +181,10 @@ class Bucket:
 
     @cached_property
     def received_at(self) -> int | None:
-        """Return where in the matrices a collective can receive directly; ``None`` if it needs a receive buffer."""
+        """Return the index in the bucket's matrices at which the all-to-all can write what this rank receives.
+
+        ``None`` if the received elements are not in the order of the matrices, so that a receive buffer is needed.
+        """
         first = self.received[0].start if self.received else 0
         is_direct = all(
             copy.rows == 1 and copy.start == first + copy.at and (copy.times == 1 or copy.start_step == copy.at_step)
@@ -162,14 +194,14 @@ class Bucket:
 
     @property
     def scattered(self) -> tuple[GridCopy, ...]:
-        """Return the copies that bring received elements into the matrices; empty if they are received in order."""
+        """Return the copies from the bucket's receive buffer into its matrices; empty without a receive buffer."""
         return self.received if self.received_at is None else ()
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
-        """Return for each run where it starts in the bucket's host memory, which CPU offload uses.
+        """Return for each of ``runs`` the index of its first element in the bucket's host memory (CPU offload).
 
-        First come the runs that are ``in_place``, then the others in the order of the send buffer.
+        Runs that are ``in_place`` come first in that memory, then the others in the order of the send buffer.
         """
         places, end = [], 0
         in_place = sum(run.copy.numel for run in self.runs if run.in_place)
@@ -180,15 +212,19 @@ class Bucket:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Return the copies between host memory and the accelerator; elements adjacent in both share one copy."""
+        """Return the copies between the bucket's host memory and the accelerator, in the order of host memory (CPU
+        offload).
+        """
         places = sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0))
         parts = (Segment(host, run.copy.at, run.copy.numel, run.in_place) for host, run in places)
         return tuple(_merged(parts, _continued))
 
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
-        """Return groups of runs, as tuples of indices; one call updates momentum and weights of a group.
+        """Return the bucket's runs in groups, as tuples of indices into ``runs``; example: ``[(0, 2), (1,)]``.
 
-        Runs that are a single row are grouped by tensor, buffer and ``scale``; any other run is a group of its own.
+        One call updates momentum and weights of a whole group. Runs of consecutive elements form a group if they have
+        the same tensor, the same ``in_place`` and the same ``scale``. Any other run is a group of its own. ``scale``:
+        (rows, columns) of a matrix -> the factor of its update.
         """
         groups: dict[tuple, list[int]] = {}
         for index, run in enumerate(self.runs):
@@ -197,9 +233,16 @@ class Bucket:
         return [tuple(group) for group in groups.values()]
 
     def spans(self, runs: Iterable[int], staged: bool) -> list[Span]:
-        """Return a group of runs (their indices) as spans, neighbours joined; an empty list for a run on a grid.
+        """Return the elements of one group of runs as spans. Adjacent runs share a span.
 
-        ``staged``: whether their buffer is the bucket's host memory (CPU offload).
+        Args:
+            runs: indices into ``runs`` of the bucket: a group from :meth:`run_groups`.
+            staged: whether ``Span.at`` is an index in the bucket's host memory (CPU offload); otherwise it is one in
+                the bucket's matrices or send buffer.
+
+        Returns:
+            The spans, each of at most :data:`MAX_SPAN` elements unless one run is longer. An empty list if the run
+                consists of strided rows, which no span can describe.
         """
         copies = [(index, self.runs[index].copy) for index in runs]
         if any(copy.rows > 1 for _, copy in copies):
@@ -209,12 +252,14 @@ class Bucket:
 
     @cached_property
     def host_elements(self) -> int:
-        """Return how many elements of the bucket's matrices this rank's shard holds."""
+        """Return how many elements of this bucket this rank's shard holds: the size of the bucket's host memory."""
         return sum(segment.numel for segment in self.segments)
 
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int]:
-        """Return the sizes (matrices, send buffer, receive buffer) in elements."""
+        """Return how many elements this rank's matrices, send buffer and receive buffer have in this bucket, in that
+        order.
+        """
         inbox = sum(self.receive_counts) if self.received_at is None else 0
         return self.matrix_elements, sum(self.send_counts), inbox
 
@@ -223,7 +268,11 @@ class Bucket:
 
 
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
-    """Return a bucket of sharded matrices as ``rank`` sees it: its runs of all ``items``, and the items it owns."""
+    """Return a bucket as ``rank`` sees it, if the ranks hold shards of the matrices.
+
+    The bucket has a run for every part of ``items`` in this rank's shard, and a batch for the items that ``rank`` owns.
+    ``items``: the (owner, matrix or slice) pairs of all ranks in this bucket.
+    """
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
     runs: list[ShardRun] = []
@@ -262,9 +311,14 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 
 
 def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: bool) -> Bucket:
-    """Return a bucket as ``rank`` sees it at stage 0, where every rank holds every matrix whole.
+    """Return a bucket as ``rank`` sees it, if every rank holds every matrix whole (ZeRO stage 0).
 
-    It has the results of all other owners if ``only_results``, otherwise the matrices that ``rank`` owns.
+    Args:
+        items: the (owner, matrix or slice) pairs of all ranks in this bucket.
+        rank: the rank that uses the bucket.
+        world_size: number of ranks that share the partition.
+        only_results: if true, the bucket receives the results of all other owners; otherwise it has the matrices that
+            ``rank`` owns.
     """
     taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
     numel, sent, runs = 0, [0] * world_size, []
@@ -288,7 +342,10 @@ def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: 
 
 
 def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
-    """Return the run for a piece; ``at``: its index in the matrices if ``in_place``, otherwise in the send buffer."""
+    """Return the :class:`ShardRun` of one piece of a matrix or slice.
+
+    ``at``: index of the piece's first element in the bucket's matrices if ``in_place``, otherwise in its send buffer.
+    """
     shard, name = item.shard, item.name
     return ShardRun(
         parameter=shard.spec.name,
@@ -302,11 +359,11 @@ def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
 
 
 def sends_own_part(item: PlacedBlock, rank: int) -> bool:
-    """Return whether ``rank`` also sends itself its part of a matrix, the only one that it owns in the bucket.
+    """Return whether ``rank`` also sends itself the part that it holds of a matrix that it owns.
 
-    All parts then arrive in order and need no receive buffer. That saves memory if the own part, which needs room in
-    the send buffer, is less than half of the matrix. If it is the first or last part, the others arrive in order
-    without it.
+    Call this only if ``item`` is the only matrix that ``rank`` owns in the bucket. All parts then arrive in the order
+    of the matrix, so no receive buffer is needed. The own part takes room in the send buffer instead. That saves memory
+    if the own part is less than half of the matrix, and neither its first nor its last part.
     """
     at, is_between = 0, False
     for source in item.spread.holders:
@@ -320,9 +377,9 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
-    """Yield the copies from the receive buffer into the matrices.
+    """Yield the copies from a bucket's receive buffer into its matrices, with adjacent or equally spaced copies merged.
 
-    ``incoming``: for each source rank, pairs (index at which the piece's matrix starts, piece).
+    ``incoming``: for each source rank, pairs (index of the matrix in the bucket's matrices, piece of that matrix).
     """
     at, sources = 0, []
     for pieces in incoming:
@@ -341,7 +398,10 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Grid
 
 
 def _merged(parts: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:
-    """Return ``parts`` with neighbours merged wherever ``merge`` returns one part for two instead of ``None``."""
+    """Return ``parts`` with adjacent parts merged where possible.
+
+    ``merge``: takes two parts; returns the one part that replaces them, or ``None`` if they cannot be merged.
+    """
     result: list[Part] = []
     for part in parts:
         both = merge(result[-1], part) if result else None
@@ -362,7 +422,7 @@ def _one_span(first: Span, second: Span) -> Span | None:
 
 
 def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return two copies as one row if they are adjacent in both tensors, otherwise ``None``."""
+    """Return one copy for two copies of single rows that are adjacent in both tensors; ``None`` if they are not."""
     are_rows = first.rows == second.rows == first.times == 1
     if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
         cols = first.cols + second.cols
@@ -371,7 +431,10 @@ def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return two copies that follow each other in the buffer as one row or one grid; ``None`` if they form neither."""
+    """Return one copy, of one row or of equally spaced rows, for two copies that are adjacent in the receive buffer.
+
+    ``None`` if the rows of the two copies are not equally long and equally spaced in the matrices.
+    """
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):
@@ -380,9 +443,9 @@ def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return two copies of equally large grids as one; ``None`` if that is impossible.
+    """Return one copy for two copies of equally many, equally long rows; ``None`` if that is impossible.
 
-    It is possible if they are adjacent, or if ``second`` follows at the distance that the grids of ``first`` have.
+    It is possible if the two are adjacent rows, or if ``second`` is the next repetition of ``first``.
     """
     at, start = second.at - first.at, second.start - first.start
     steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
@@ -394,7 +457,10 @@ def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
-    """Yield a batch for each sequence of matrices with equal :func:`kind_of`, which are stored one after another."""
+    """Yield a :class:`Batch` for each sequence of items with equal :func:`kind_of`.
+
+    ``items``: the matrices or slices that one rank owns in a bucket, sorted by :func:`kind_of`.
+    """
     start = 0
     for _, group in groupby(items, key=kind_of):
         alike = list(group)
@@ -405,5 +471,5 @@ def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
 
 
 def kind_of(item: PlacedBlock) -> tuple[int, ...]:
-    """Return the key by which matrices are sorted and grouped into batches: most owners first, then largest."""
+    """Return the key that sorts matrices: most owners first, then largest. Matrices with equal keys form a batch."""
     return -item.owners, -item.block.numel, item.block.rows, *item.shape, item.axis

@@ -32,9 +32,9 @@ COMMON = ("kind", "dtype", "numel", "root")
 
 
 def violation(programs: Sequence[Program]) -> str | None:
-    """Return how the programs break a rule, with rank and operation; ``None`` if they break none.
+    """Return a text that names the rank and the operation that break a rule of this module; ``None`` if all is well.
 
-    ``programs``: one for each rank that shares a partition.
+    ``programs``: the :data:`deepspeed.muon.plan.program.Program` of each rank that shares a partition.
     """
     for rank, program in enumerate(programs):
         for text in _broken_order(program):
@@ -43,10 +43,10 @@ def violation(programs: Sequence[Program]) -> str | None:
 
 
 def lost_elements(views: Sequence[Plan]) -> str | None:
-    """Return which matrix or bucket has lost elements, by counting; ``None`` if no element is lost.
+    """Return a text that names a matrix or bucket in which the plan loses elements; ``None`` if it loses none.
 
-    Over all ranks the runs must have as many elements as each matrix, and all elements of a matrix must reach its
-    owner. ``views``: for each rank, the plan as it sees it.
+    The check counts: the runs of all ranks must have as many elements as each matrix, and all of them must reach the
+    matrix's owners. ``views``: the :class:`deepspeed.muon.plan.plan.Plan` of each rank.
     """
     found = Counter[str]()
     for view in views:
@@ -65,9 +65,9 @@ def lost_elements(views: Sequence[Plan]) -> str | None:
 
 
 def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
-    """Return why the collectives of all ranks cannot merge into one order; ``None`` if they can.
+    """Return a text that says why the collectives of all ranks cannot be merged into one order; ``None`` if they can.
 
-    ``calls``: for each rank, its collectives in order. Every rank of a collective's group must call it.
+    ``calls``: for each rank, the collectives that it calls, in order. Every rank of a collective's group must call it.
     """
     done, come = [0] * len(calls), dict[Group, list[int]]()
     arriving = list(range(len(calls)))
@@ -92,7 +92,10 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
 
 
 def _mismatch(calls: Sequence[Collective]) -> str | None:
-    """Return how the calls of one collective differ; ``None`` if they match. ``calls``: one per rank of the group."""
+    """Return a text that says how the ranks' calls of one collective differ; ``None`` if they match.
+
+    ``calls``: the call of each rank of the collective's group.
+    """
     first, ranks = calls[0], calls[0].group.ranks
     for rank, call in zip(ranks, calls, strict=True):
         if any(getattr(call, name) != getattr(first, name) for name in COMMON) or bool(call.sent) != bool(first.sent):
@@ -109,9 +112,11 @@ def _mismatch(calls: Sequence[Collective]) -> str | None:
 
 
 def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
-    """Return which rank waits for which, starting with the first that waits; ``None`` if no rank has calls left.
+    """Return a text that says which rank waits for which other rank; ``None`` if all calls have ended.
 
-    ``done``: for each rank, how many of its calls have ended.
+    Args:
+        calls: for each rank, the collectives that it calls, in order.
+        done: for each rank, how many of its calls have ended.
     """
     rank = next((rank for rank, count in enumerate(done) if count < len(calls[rank])), None)
     texts, seen = list[str](), set[int]()
@@ -132,7 +137,7 @@ LIFE = (Open, Prepare, (Send, False), (Wait, False), Compute, (Send, True), (Wai
 
 
 def _broken_order(program: Program) -> Iterator[str]:
-    """Yield, as texts, what one rank's program does too early, too late or not at all."""
+    """Yield a text for each operation that one rank's program has too early, too late or not at all."""
     done: dict[int, int] = {}
     opened: dict[int, Open] = {}
     users: dict[int, int] = {}  # the last bucket of each storage

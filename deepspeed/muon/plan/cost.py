@@ -21,7 +21,13 @@ CPU_CALL, ACCELERATOR_CALL = 5e7, 8e9
 
 
 class OwnerCost(NamedTuple):
-    """The work of each owner of a matrix: its operations, and the bytes and collectives that it sends other owners."""
+    """The work of each owner of one matrix in a step.
+
+    Args:
+        flops: floating-point operations of Newton-Schulz.
+        nbytes: bytes that the owner sends to the other owners of the matrix.
+        calls: number of collectives among the owners.
+    """
 
     flops: float
     nbytes: float = 0.0
@@ -30,14 +36,16 @@ class OwnerCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of Newton-Schulz and of the exchange, in floating-point operations.
+    """The cost of Newton-Schulz and of communication, both in floating-point operations.
+
+    Communication is expressed as the operations that the device could do in the same time.
 
     Args:
         of_owner: (rows, columns, number of owners) of a whole matrix -> the work of each owner.
         flops_per_byte: operations that take as long as sending one byte.
-        bytes_per_element: of what is sent.
+        bytes_per_element: bytes of each element that is sent to an owner or back.
         device_type: where Newton-Schulz runs, such as ``cpu``.
-        intra_node: size of the sets of ranks that share a node, from :func:`deepspeed.muon.plan.owners.neighbours`.
+        intra_node: number of consecutive ranks that share a node, from :func:`deepspeed.muon.plan.owners.neighbours`.
     """
 
     of_owner: Callable[[int, int, int], OwnerCost]
@@ -47,19 +55,24 @@ class CostModel:
     intra_node: int = 1
 
     def flops(self, rows: int, cols: int) -> float:
-        """Return the operations that orthogonalize a matrix with one owner."""
+        """Return the floating-point operations of orthogonalizing one (rows, cols) matrix on a single owner."""
         return self.of_owner(rows, cols, 1).flops
 
     def total(self, shapes: Iterable[tuple[int, int]]) -> float:
-        """Return the operations that orthogonalize matrices of these (rows, columns), each with one owner."""
+        """Return the floating-point operations of orthogonalizing matrices of these (rows, columns), each on a single
+        owner.
+        """
         return sum(self.flops(rows, cols) for rows, cols in shapes)
 
     def bytes_as_flops(self, elements: int) -> float:
-        """Return the operations that take as long as sending this many elements to the owner and back."""
+        """Return the floating-point operations that take as long as sending ``elements`` elements to an owner and back."""
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
     def owner_cost(self, rows: int, cols: int, owners: int) -> float:
-        """Return the operations of each of the ``owners``, with what they send each other converted to operations."""
+        """Return the cost of a (rows, cols) matrix for each of its ``owners``, in floating-point operations.
+
+        It includes what the owners send to each other.
+        """
         part, is_cpu = self.of_owner(rows, cols, owners), self.device_type == "cpu"
         intra_node = CPU_INTRA_NODE if is_cpu else ACCELERATOR_INTRA_NODE
         per_byte = intra_node if owners <= self.intra_node else self.flops_per_byte
@@ -67,7 +80,7 @@ class CostModel:
 
     @property
     def call(self) -> float:
-        """Return the latency of one collective, in operations."""
+        """Return the floating-point operations that take as long as the latency of one collective."""
         return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
 
 
@@ -79,13 +92,13 @@ def cost_model(
     device_type: str,
     intra_node: int = 1,
 ) -> CostModel:
-    """Return the cost model of one group.
+    """Return the cost model of one parameter group.
 
     Args:
-        method: (rows, columns) of a matrix -> method of Newton-Schulz.
-        schedule: the coefficients of Newton-Schulz, one triple per step.
-        dtype: of the products of Newton-Schulz. It decides how often the method ``gram`` restarts.
-        wire_bytes: bytes of each element that is sent.
+        method: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
+        schedule: the coefficients of Newton-Schulz, one triple for each step.
+        dtype: dtype of the matrix products, which decides how often the method ``gram`` restarts.
+        wire_bytes: bytes of each element that is sent to an owner or back.
         device_type, intra_node: see :class:`CostModel`.
     """
 

@@ -26,9 +26,15 @@ SUM_ELEMENTS = 2**22
 
 
 class BatchSize(NamedTuple):
-    """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch`, without names, so that many ranks share one object.
+    """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch`, without its names, so that many ranks can share one
+    object.
 
-    ``rows``, ``cols``: of each matrix or slice. ``shape``: of the whole matrices. ``number``: of matrices.
+    Args:
+        rows: rows of each matrix, or of each slice if several ranks own a matrix.
+        cols: columns of each matrix or slice.
+        shape: (rows, columns) of each whole matrix.
+        owners: how many ranks own each matrix.
+        number: number of matrices.
     """
 
     rows: int
@@ -39,11 +45,13 @@ class BatchSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What one rank needs memory for in one bucket, in elements.
+    """The sizes that decide how much scratch memory one rank needs for one bucket.
 
-    ``buffers``: its matrices, send buffer and receive buffer. ``longest_run``: the longest piece of a matrix in its
-    shard. ``longest_grid``: the longest piece that must be copied, because it is not contiguous in the shard.
-    ``batches``: the matrices that it orthogonalizes.
+    Args:
+        buffers: elements of the bucket's matrices, send buffer and receive buffer together.
+        longest_run: elements of the longest part of a matrix that the rank's shard holds.
+        longest_grid: elements of the longest such part that is not contiguous in the shard, and so must be copied.
+        batches: the matrices that the rank orthogonalizes.
     """
 
     buffers: int
@@ -57,11 +65,11 @@ class Memory:
     """The settings that decide how many bytes a :class:`Demand` takes.
 
     Args:
-        wire: dtype of what is sent, ``bf16`` or ``fp32``.
-        dtype: of the products of Newton-Schulz, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`. If it is not
-            ``wire``, Newton-Schulz works on a copy.
+        wire: dtype of what the ranks exchange, ``bf16`` or ``fp32``.
+        dtype: dtype of the matrix products, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`. If it is not
+            ``wire``, Newton-Schulz works on a converted copy.
         device_type: where Newton-Schulz runs, such as ``cpu``.
-        staged: whether shards are in host memory and Newton-Schulz runs on an accelerator.
+        staged: whether shards are in host memory while Newton-Schulz runs on an accelerator (CPU offload).
         plain: whether all kernels are plain PyTorch, whose 16-bit products need temporaries in fp32.
     """
 
@@ -73,28 +81,35 @@ class Memory:
 
     @property
     def wire_bytes(self) -> int:
-        """Return the bytes of each element that is sent."""
+        """Return the bytes of each element that the ranks exchange."""
         return DTYPES[self.wire].itemsize
 
 
 class Peak(NamedTuple):
-    """Scratch memory, in bytes, on the device that runs Newton-Schulz: for the exchange, and for Newton-Schulz."""
+    """The peak of a step's scratch memory on the device that runs Newton-Schulz, in bytes.
+
+    Args:
+        exchange: bytes of the buckets' buffers, and of copies of shards.
+        newton_schulz: bytes of the temporaries of Newton-Schulz.
+    """
 
     exchange: int
     newton_schulz: int
 
     @property
     def total(self) -> int:
-        """Return the sum of both."""
+        """Return the bytes of the exchange and of Newton-Schulz together."""
         return self.exchange + self.newton_schulz
 
 
 @dataclass(frozen=True)
 class PartDemand:
-    """The demands of one partition on one rank.
+    """What decides the scratch memory of one partition on one rank.
 
-    ``buckets``: the demand of each bucket. ``storages``: for each bucket, the index of the storage that it uses.
-    ``method``: (rows, columns) of a matrix -> method of Newton-Schulz.
+    Args:
+        buckets: the demand of each bucket.
+        storages: for each bucket, the index of the storage that it uses. Buckets with one index share memory.
+        method: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
     """
 
     buckets: Sequence[Demand]
@@ -103,7 +118,10 @@ class PartDemand:
 
 
 def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
-    """Return the peak memory of one rank over the steps of ``parts``, its partitions, which share their storage."""
+    """Return the peak of a step's scratch memory on one rank.
+
+    ``parts``: all partitions of the rank. They are updated one after another and use the same scratch memory.
+    """
     exchange, newton_schulz = Counter[str](), Counter[str]()
     for part in parts:
         for storage, demand in zip(part.storages, part.buckets, strict=True):
@@ -119,7 +137,10 @@ def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
 
 
 def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
-    """Return name -> bytes of the temporaries for those matrices of a batch that are orthogonalized at once."""
+    """Return {name: bytes} for the temporaries of Newton-Schulz on one batch.
+
+    A batch is orthogonalized a few matrices at a time; the temporaries are those of one such group.
+    """
     numel, small, itemsize = batch.rows * batch.cols, min(batch.shape), DTYPES[memory.dtype].itemsize
     on_cpu = memory.device_type == "cpu"
     sizes = {"spare": numel * itemsize}
@@ -140,7 +161,14 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
 
 
 def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, int]:
-    """Return name -> bytes of the extra scratch of several owners: an fp32 chunk of a Gram matrix, and product rows."""
+    """Return {name: bytes} for the scratch memory that Newton-Schulz needs only if a matrix has several owners.
+
+    Args:
+        small: length of the Gram matrix.
+        owners: number of owners of each matrix.
+        together: number of matrices that are orthogonalized at once.
+        dtype: dtype of the matrix products.
+    """
     sizes = {} if dtype == "fp32" else {"sum": 4 * min(together * small * small, SUM_ELEMENTS)}
     if owners >= SPLIT_FROM:
         sizes["rows"] = small * small // owners * DTYPES[dtype].itemsize
@@ -152,10 +180,11 @@ def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, 
 
 
 def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
-    """Return what decides the scratch memory of all ranks in a step, ``[rank][bucket]``.
+    """Return the demand of each rank for each bucket in a step, as lists ``[rank][bucket]``.
 
-    A bucket takes O(matrices + ranks x distinct layouts of matrices) time. The demand of an owner with one matrix is
-    exact. For several matrices a receive buffer is counted, even if they happen to be received in order.
+    The demand is exact for an owner with one matrix in a bucket. With several matrices it includes a receive buffer,
+    even if the bucket turns out to need none. The time for a bucket is O(matrices + ranks x distinct layouts of
+    matrices).
     """
     by_bucket = []
     for matrices, only_results in plan.buckets:
@@ -173,12 +202,18 @@ def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return for each rank its demand for a bucket of owned matrices at stage 0, where all ranks hold them whole."""
+    """Return the demand of each rank for a stage-0 bucket in which each owner orthogonalizes its matrices.
+
+    ``matrices``: the (owner, matrix or slice) pairs of the bucket.
+    """
     return [_whole(own, _sizes(own)) for own in _by_owner(matrices, world_size)]
 
 
 def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return for each rank its demand for a bucket of results at stage 0, which come from the other owners."""
+    """Return the demand of each rank for a stage-0 bucket in which each rank receives the results of the other owners.
+
+    ``part``: the (owner, matrix or slice) pairs of the bucket.
+    """
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
         numels[owner] += item.block.numel
@@ -210,7 +245,15 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
 
 
 def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks) -> tuple[list[int], list[int], list[int]]:
-    """Return three lists with a number of elements per rank: sent and received, longest run, longest run on a grid."""
+    """Return three lists with one number of elements for each rank.
+
+    The lists are: elements of the send and receive buffers; the longest part of a matrix in the rank's shard; the
+    longest such part that is not contiguous.
+
+    Args:
+        owned: for each rank, the matrices that it owns in the bucket.
+        matrices: the (owner, matrix or slice) pairs of the bucket.
+    """
     sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
     # Matrices that are spread alike are counted at once: at stage 3 all matrices of one shape are.
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}

@@ -39,8 +39,9 @@ MAX_CANDIDATES = 8
 
 
 def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
-    """Return the numbers of owners that matrices may have, up to ``most``, ascending: ``12 -> [1, 2, 4, 12]``. Each
-    divides the next and ``world_size``.
+    """Return the numbers of owners that a matrix may have, ascending, up to ``most``; example: ``12 -> [1, 2, 4, 12]``.
+
+    Each number divides the next one, and ``world_size``.
     """
     counts = [1]
     for count in range(2, min(world_size, most) + 1):
@@ -51,25 +52,29 @@ def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
 
 
 def neighbours(nodes: Sequence[Any]) -> int:
-    """Return the largest n such that ranks 0 to n - 1 share a node, ranks n to 2n - 1 share one, and so on.
+    """Return how many consecutive ranks share a node: the largest n such that ranks 0 to n - 1, n to 2n - 1, ... do.
 
-    n divides the number of ranks. ``nodes``: for each rank, any value that identifies its node.
+    n divides the number of ranks. ``nodes``: for each rank, a value that identifies its node, such as a host name.
     """
     sizes = (size for size in range(len(nodes), 0, -1) if len(nodes) % size == 0)
     return next(n for n in sizes if all(len({*nodes[i : i + n]}) == 1 for i in range(0, len(nodes), n)))
 
 
 def is_sliceable(block: Block, count: int) -> bool:
-    """Return whether a matrix can be cut into ``count`` equal slices, and its Gram matrix into equal groups of rows.
+    """Return whether a matrix can be cut into ``count`` equal slices, and its Gram matrix into ``count`` groups of rows.
 
-    A tall matrix, which is cut by rows, must have a single band (:class:`deepspeed.muon.matrices.block.Block`).
+    A matrix with more rows than columns is cut by rows. It must then have one band: its rows must be equally spaced in
+    the parameter (see :class:`deepspeed.muon.matrices.block.Block`).
     """
     is_cut_by_rows = block.rows > block.cols
     return block.rows % count == block.cols % count == 0 and not (is_cut_by_rows and block.bands > 1)
 
 
 def sliced(item: PlacedBlock, count: int) -> Iterator[PlacedBlock]:
-    """Yield a matrix's slices for ``count`` owners, along its longer side; the matrix itself if ``count`` is 1."""
+    """Yield ``count`` equal slices of a matrix, cut along its longer side, one for each owner.
+
+    If ``count`` is 1, yield the matrix itself.
+    """
     if count == 1:
         yield item
         return
@@ -82,18 +87,27 @@ def sliced(item: PlacedBlock, count: int) -> Iterator[PlacedBlock]:
 def counts_of(
     items: Sequence[PlacedBlock], world_size: int, cost: CostModel, pinned: Mapping[str, int], most: int | None
 ) -> list[int]:
-    """Return the number of owners of each matrix: one number per shape, but 1 for a matrix that cannot be sliced.
+    """Choose how many ranks own each matrix; return one number for each of ``items``.
 
-    A matrix that costs clearly more than an even share of all work cannot be balanced with a single owner. It gets the
-    fewest owners whose cost is at most an even share or, if no number achieves that, the number with the least cost,
-    provided that this saves enough. On an accelerator a matrix with large temporaries gets the fewest owners that make
-    them small, but only if at least that many ranks hold parts of it: with fewer holders, one of them would need more
-    memory to send its part than slicing saves.
+    Matrices of one shape get the same number, except that a matrix that cannot be sliced gets 1. Most matrices get 1. A
+    matrix gets several owners for one of two reasons:
+
+    Balance: the matrix costs clearly more than an even share of all work. It gets the fewest owners whose cost is at
+    most an even share. If no number achieves that, it gets the number with the least cost. It keeps one owner if
+    slicing saves too little.
+
+    Memory, on an accelerator only: the temporaries of the matrix are large. It gets the fewest owners that make them
+    small, if at least that many ranks hold parts of the matrix. With fewer holders, one of them would need more memory
+    to send its part than slicing saves.
 
     Args:
-        pinned: :func:`deepspeed.muon.math.choice.shape_key` -> number of owners in a checkpoint. A number that does not
-            fit the ranks is ignored.
-        most: use this number, or the largest possible one below it; ``None``: choose as described.
+        items: the matrices.
+        world_size: number of ranks that share the partition.
+        cost: weighs Newton-Schulz against communication.
+        pinned: :func:`deepspeed.muon.math.choice.shape_key` of a matrix -> number of owners read from a checkpoint,
+            which takes precedence. A number that is not possible with ``world_size`` ranks is ignored.
+        most: if not ``None``, every matrix that can be sliced gets this many owners, or the largest possible number
+            below.
     """
     if world_size == 1 or most == 1:
         return [1] * len(items)
@@ -150,15 +164,19 @@ def _for_memory(rows: int, cols: int, allowed: Sequence[int], holders: int, cost
 def assign(
     items: Sequence[PlacedBlock], world_size: int, cost: CostModel, counts: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """Return the owner of each matrix (the first, if it has several), and the load of each rank in operations.
+    """Choose which rank owns each matrix, so that all ranks finish at about the same time.
 
-    Longest processing time first (Graham 1969): in descending order of cost, each matrix goes to the rank that would
-    finish it first, among the ranks that hold a part of it. Its cost there includes the bytes that this rank must
-    receive beyond those that the best-placed rank would receive, which are sent in any case. Finally matrices move from
-    the busiest rank to the least loaded one as long as that shortens the step with all their bytes counted.
+    The method is longest processing time first (Graham 1969). In descending order of cost, each matrix goes to the rank
+    that would finish it first, among the ranks that hold a part of it. The cost includes receiving the elements that
+    the rank lacks, except as many as every candidate lacks. At the end, matrices move from the busiest rank to the
+    least loaded rank while that shortens the step. Matrices with several owners come first. Each goes to the
+    consecutive ranks that would finish it first, and does not move.
 
-    ``counts``: for each matrix, its number of owners. Matrices with several are assigned first, each to the set of
-    ranks that would finish it first, and do not move.
+    ``counts``: for each matrix, its number of owners.
+
+    Returns:
+        (owners, loads). ``owners``: for each matrix, its owner, or the first one if it has several. ``loads``: for each
+            rank, the cost of all its matrices, in floating-point operations.
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
@@ -188,7 +206,18 @@ def _assign_to_sets(
     owners: list[int],
     loads: _Loads,
 ) -> None:
-    """Assign the matrices that have ``count`` owners, the most expensive first; updates ``owners`` and ``loads``."""
+    """Assign the matrices that have ``count`` owners, the most expensive first; update ``owners`` and ``loads`` in place.
+
+    Each matrix goes to ``count`` consecutive ranks.
+
+    Args:
+        count: number of owners of the matrices to assign.
+        items: all matrices.
+        counts: for each of ``items``, its number of owners.
+        cost: the cost of each matrix.
+        owners: for each of ``items``, its first owner.
+        loads: the load of each rank.
+    """
     costs = {index: cost.owner_cost(*items[index].shape, count) for index, n in enumerate(counts) if n == count}
     sets = [(max(loads.values[first : first + count]), first) for first in range(0, len(loads.values), count)]
     heapq.heapify(sets)
@@ -200,14 +229,15 @@ def _assign_to_sets(
 
 
 def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]) -> dict[int, int]:
-    """Return rank that may own the matrix -> number of the matrix's elements that it lacks.
+    """Return {rank: number of the matrix's elements that it lacks} for the ranks that may own the matrix.
 
-    If many ranks hold parts of the matrix, only the first, a middle, the last and the least loaded of them are
-    returned, because all except the first and the last hold equal parts.
+    The ranks are those that hold a part of the matrix. If they are many, only four are returned: the first, a middle
+    one, the last, and ``least`` if it is among them. All except the first and the last hold equal parts.
 
     Args:
-        least: the rank with the least load of all.
-        few: cache of this function: how a matrix is spread -> its candidates except ``least``.
+        item: the matrix.
+        least: the rank with the least load of all ranks.
+        few: cache that this function fills: how a matrix is spread -> the result without ``least``.
     """
     spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]
@@ -221,8 +251,10 @@ def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]
 
 
 class _Loads:
-    """The load of every rank, with fast access to the extremes, and the matrices of each rank, lightest first. Outdated
-    entries stay in the two heaps until they reach the top.
+    """The load of each rank, in floating-point operations, and the matrices that each rank owns.
+
+    The least and the most loaded rank are found quickly, with two heaps. The heaps also have outdated entries, which
+    are dropped when they reach the top. The matrices of a rank are sorted by their load, lightest first.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -258,8 +290,8 @@ class _Loads:
 def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -> None:
     """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
 
-    The best matrix to move costs about half the gap between the loads. ``moved_costs``: for each matrix, its cost
-    at a rank that holds none of its elements.
+    Each move takes the matrix that costs about half the gap between the two loads. ``owners`` and ``loads`` are updated
+    in place. ``moved_costs``: for each matrix, its cost on a rank that holds none of its elements.
     """
     for _ in range(len(moved_costs)):
         busiest, least = loads.busiest(), loads.least()

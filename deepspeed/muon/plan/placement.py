@@ -16,15 +16,19 @@ from deepspeed.muon.matrices.tp_sharding import Sharding
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds each element of one parameter, and where.
+    """The rule that says which rank holds each element of one parameter, and at which index.
 
     Element e is in part k = ``(origin + e) // span``, which is on rank ``first + k * step``. Its index in the flat
     tensor of that rank is ``base + (origin + e) % span``.
 
-    - Stages 1 and 2 split a flattened group: origin is the parameter's offset in it, span a partition's size, base 0.
-    - Stage 3 splits each parameter: origin 0, span the size of its part on each rank, base the offset of that part.
-    - Stage 0 splits nothing: origin 0, span the parameter's size, base 0; ``copies`` ranks hold all of it.
-    - With tensor parallelism, rank t of T has a parameter of its own: first t, step T.
+    - ZeRO stages 1 and 2 split a flattened parameter group. ``origin``: offset of the parameter in the flat group.
+      ``span``: size of one rank's partition. ``base``: 0.
+    - Stage 3 splits each parameter. ``origin``: 0. ``span``: size of one rank's part of the parameter. ``base``: offset
+      of that part in the rank's flat tensor.
+    - Stage 0 splits nothing. ``origin``, ``base``: 0. ``span``: size of the parameter. ``copies``: how many ranks hold
+      the whole parameter.
+    - With tensor parallelism over T ranks, tensor-parallel rank t has a parameter of its own, with ``first`` t and
+      ``step`` T.
     """
 
     origin: int
@@ -35,14 +39,17 @@ class Placement:
     step: int = 1
 
     def ranks(self, start: int, stop: int) -> range:
-        """Return the ranks that hold any of the elements from ``start`` to ``stop - 1``."""
+        """Return the ranks that hold any of the parameter's elements from ``start`` to ``stop - 1``."""
         if self.copies > 1:
             return range(self.copies)
         low, high = (self.origin + start) // self.span, (self.origin + stop - 1) // self.span
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
     def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Return (first, end) of the range's elements on ``rank``, end excluded; there are none if first >= end."""
+        """Return which of the parameter's elements from ``start`` to ``stop - 1`` are on ``rank``, as (first, end).
+
+        ``end`` is excluded. If ``first >= end``, the rank holds none of the elements.
+        """
         if self.copies > 1:
             return start, stop
         part, other = divmod(rank - self.first, self.step)
@@ -55,15 +62,19 @@ class Placement:
         return self.origin, self.span, self.copies, self.first, self.step
 
     def position(self, element: int) -> int:
-        """Return the index of ``element`` in the flat tensor of the rank that holds it."""
+        """Return the index of the parameter's ``element`` in the flat tensor of the rank that holds this element."""
         return self.base + (self.origin + element) % self.span
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of a partition: its ``spec``, its ``placement``, and ``tensor``, an index in ``Partition.tensors``.
+    """A parameter of a partition, and where its elements are.
 
-    ``tp_placements``: with tensor parallelism, the placement of each tensor-parallel rank's shard or copy.
+    Args:
+        spec: the parameter's name, shape and matrices.
+        tensor: index in ``Partition.tensors`` of the flat tensor that holds this rank's part of the parameter.
+        placement: which rank holds each element.
+        tp_placements: with tensor parallelism, the placement of each tensor-parallel rank's parameter; otherwise empty.
     """
 
     spec: MatrixSpec
@@ -73,18 +84,22 @@ class Shard:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Return the placement of each tensor-parallel rank's parameter; one without tensor parallelism."""
+        """Return the placement of each tensor-parallel rank's parameter; a single one without tensor parallelism."""
         return self.tp_placements or (self.placement,)
 
     @cached_property
     def items(self) -> tuple[PlacedBlock, ...]:
-        """Return the matrices of the parameter, one per block."""
+        """Return the matrices to orthogonalize in this parameter: one for each block of the parameter's ``spec``."""
         return tuple(PlacedBlock(self, block) for block in self.spec.blocks)
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a matrix that is inside the parameter of one tensor-parallel rank. ``block``: where it is in that
-    parameter. ``at``: index of its first element in the whole matrix.
+    """A rectangle of a matrix, all of it inside the parameter of one tensor-parallel rank.
+
+    Args:
+        block: the rectangle's indices in that rank's parameter.
+        at: index of the rectangle's first element in the whole matrix.
+        placement: which ranks hold the elements of that parameter.
     """
 
     block: Block
@@ -93,13 +108,14 @@ class Rectangle(NamedTuple):
 
 
 class Spread:
-    """Which ranks hold which elements of a matrix. Matrices that are spread alike share one object.
+    """Which ranks hold which elements of one matrix. All matrices that are spread in the same way share one object.
 
-    If tensor-parallel ranks hold copies of a matrix, their rectangles coincide. The owner uses any of the copies and
-    sends its result to all of them, so that they stay equal bit by bit.
+    If tensor-parallel ranks hold copies of a matrix, they have the same rectangles. The owner reads any one of the
+    copies, and sends its result to all of them, so the copies stay equal bit by bit.
 
     Args:
-        parts: the rectangles that make up the matrix: one, or one or more for each rank of a tensor-parallel group.
+        parts: the rectangles of the matrix. Without tensor parallelism there is one; otherwise each tensor-parallel
+            rank has one or more.
         cols: columns of the matrix.
     """
 
@@ -113,7 +129,7 @@ class Spread:
 
     @cached_property
     def text(self) -> str:
-        """Return the spread as text, for the digest that must be equal on all ranks."""
+        """Return all fields of the spread as text. It is part of the plan's digest, which must be equal on all ranks."""
         blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
         return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
 
@@ -124,7 +140,9 @@ class Spread:
         return self._held[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the elements of the matrix that ``rank`` holds, as pieces of the matrix."""
+        """Return the parts of the matrix that ``rank`` holds, each contiguous or a set of equally spaced rows; may be
+        empty.
+        """
         if rank not in self._pieces:
             self._pieces[rank] = self._cut(rank)
         return self._pieces[rank]
@@ -143,7 +161,13 @@ class Spread:
 
 @lru_cache(maxsize=1024)
 def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
-    """Return how a block is spread. ``rules``: :attr:`Placement.rule`, one per tensor-parallel rank."""
+    """Return which ranks hold which elements of a block.
+
+    Args:
+        block: the matrix, by its indices in the whole parameter.
+        sharding: how tensor parallelism splits the parameter; ``None`` if it does not.
+        rules: the :attr:`Placement.rule` of each tensor-parallel rank's parameter.
+    """
     parts = []
     for t, (origin, span, copies, first, step) in enumerate(rules):
         placement = Placement(origin, span, 0, copies, first, step)
@@ -154,8 +178,12 @@ def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """One matrix to orthogonalize, or a slice of it, with the placement of its elements. ``whole``: the matrix that
-    ``block`` is a slice of; ``None`` if ``block`` is a whole matrix.
+    """One matrix to orthogonalize, or one owner's slice of it, and where its elements are.
+
+    Args:
+        shard: the parameter that the matrix belongs to.
+        block: the indices of the matrix or slice in that parameter.
+        whole: if ``block`` is a slice, the matrix that it is a slice of; otherwise ``None``.
     """
 
     shard: Shard
@@ -164,12 +192,16 @@ class PlacedBlock:
 
     @property
     def name(self) -> str:
-        """Return the parameter's name, with the index of the block's first element in brackets unless that is 0."""
+        """Return the name of the matrix or slice: its parameter's name and the index of its first element, as in
+        ``qkv[4096]``.
+
+        The index is left out if it is 0.
+        """
         return self._named(self.block)
 
     @property
     def matrix(self) -> str:
-        """Return the name of the whole matrix, which all of its slices share."""
+        """Return the name of the whole matrix, which is the same for all slices of the matrix."""
         return self._named(self.whole or self.block)
 
     def _named(self, block: Block) -> str:
@@ -183,17 +215,17 @@ class PlacedBlock:
 
     @property
     def owners(self) -> int:
-        """Return how many ranks own the whole matrix, one slice each."""
+        """Return how many ranks own the whole matrix; each of them owns one slice."""
         return self.whole.numel // self.block.numel if self.whole else 1
 
     @property
     def axis(self) -> int:
-        """Return the axis along which the matrix has its outputs: 0 rows, 1 columns; 0 if unknown."""
+        """Return the axis of the matrix that its outputs are along: 0 rows, 1 columns. It is 0 if the axis is unknown."""
         return self.shard.spec.output_axis or 0
 
     @property
     def outputs(self) -> int:
-        """Return the number of outputs of the whole matrix."""
+        """Return the number of outputs of the whole matrix: its length along :attr:`axis`."""
         return self.shape[self.axis]
 
     @cached_property

@@ -31,7 +31,9 @@ MIN_BUCKET_BYTES, MIN_ROUNDS = 2**20, 8
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector: planning allocates many long-lived objects that every collection would scan."""
+    """Pause Python's garbage collector within a ``with`` block, which saves time while many long-lived objects are
+    created.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,19 +45,22 @@ def without_collector() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The plan of a partition for all of its ranks; :meth:`view` returns one rank's part.
+    """The plan of a partition for all of its ranks: who owns each matrix, and which bucket it is in.
 
     Args:
         shards: the partition's Muon parameters, in the same order on all ranks.
         items: all matrices of the shards.
+        world_size: number of ranks that share the partition.
         copies: how many ranks hold every matrix whole (ZeRO stage 0); 1 if ranks hold shards.
-        owners: for each matrix, the rank that owns it; if there are several, the first.
+        owners: for each matrix, the rank that owns it, or the first such rank if there are several.
         counts: for each matrix, how many ranks own it.
-        loads: for each rank, the operations that its matrices take.
-        owned: (owner, matrix or slice of a matrix) pairs.
-        rounds: ``owned``, split so that no owner has more than ``limit`` elements in a round, except one large matrix.
-        is_tight: whether a matrix is larger than a bucket on an accelerator. Memory is scarce then, so fewer buckets
-            are in flight.
+        loads: for each rank, the cost of the matrices that it owns, in floating-point operations.
+        owned: (owner, matrix) pairs; (owner, slice) pairs for a matrix with several owners.
+        rounds: ``owned``, split into lists. No owner has more than ``limit`` elements in one list, except one matrix
+            that is larger by itself.
+        limit: maximum number of elements of one owner in one bucket.
+        is_tight: whether a matrix is larger than ``limit`` on an accelerator. Memory is scarce then, so fewer buckets
+            are in use at the same time.
     """
 
     shards: tuple[Shard, ...]
@@ -72,7 +77,7 @@ class GlobalPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash, 16 hexadecimal digits, of everything that must be equal on all ranks."""
+        """Return a hash, 16 hexadecimal digits, of everything in the plan that must be equal on all ranks."""
         numbers = self.owners, self.counts, [len(owned) for owned in self.rounds], self.limit, self.is_tight
         digest = hashlib.sha256("".join(map(str, numbers)).encode())
         for item in self.items:
@@ -82,32 +87,34 @@ class GlobalPlan:
 
     @cached_property
     def gradient_flags(self) -> int:
-        """Return how many flags, one per matrix, the ranks exchange to learn which matrices have a gradient.
+        """Return how many flags the ranks exchange in a step to learn which matrices have a gradient: one for each matrix.
 
-        It is 0 if every rank holds every matrix whole, because all ranks then have the same gradient.
+        The result is 0 if every rank holds every matrix whole, because all ranks then have the same gradients.
         """
         is_cut = any(len(item.spread.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
 
     @cached_property
     def moved_elements(self) -> int:
-        """Return how many elements belong to matrices whose owner holds none of their elements."""
+        """Return the number of elements in matrices, or slices, of which the owner's own shard holds no element."""
         return sum(item.block.numel for owner, item in self.owned if owner not in item.spread.holders)
 
     @property
     def set_sizes(self) -> list[int]:
-        """Return the distinct numbers of owners above 1, ascending."""
+        """Return the different numbers of owners that matrices with several owners have, ascending; example: ``[2, 4]``."""
         return sorted({*self.counts} - {1})
 
     @property
     def broadcasts(self) -> int:
-        """Return how many broadcasts send all results if every rank holds all matrices: one per owner and round."""
+        """Return how many broadcasts a step takes at stage 0, where each owner broadcasts its results once in each round."""
         return sum(len({owner for owner, _ in owned}) for owned in self.rounds)
 
     @cached_property
     def buckets(self) -> list[tuple[OwnedBlocks, bool]]:
-        """Return (owned matrices, ``only_results``) of each bucket. ``only_results``: the bucket only sends results,
-        which an earlier bucket has computed, from owners to all ranks.
+        """Return (owned, only_results) of each bucket, in the order of the step.
+
+        ``owned``: the bucket's (owner, matrix or slice) pairs. ``only_results``: whether the bucket only sends results,
+        which an earlier bucket has computed, from their owners to all ranks (ZeRO stage 0).
         """
         if self.copies == 1:
             return [(owned, False) for owned in self.rounds]
@@ -119,24 +126,29 @@ class GlobalPlan:
 
     @property
     def exchanges(self) -> int:
-        """Return how many buckets are sent: all or, if every rank holds the matrices whole, only buckets of results."""
+        """Return how many buckets are sent between ranks.
+
+        These are all buckets or, if every rank holds the matrices whole, only the buckets of results.
+        """
         return sum(only_results for _, only_results in self.buckets) or len(self.buckets)
 
     def slots(self, travels: bool) -> int:
-        """Return how many buckets may be in flight: one sent to the owners, one orthogonalized, one sent back.
+        """Return how many buckets may be in use at the same time: 1, 2 or 3.
 
-        Replicated matrices are not sent to the owners, and a tight plan does not overlap the way back: both have 2. If
-        nothing ``travels`` (see :meth:`Plan.travels`), buckets are processed one by one.
+        With 3, one bucket is sent to the owners while another is orthogonalized and a third is sent back. With 2, only
+        one transfer overlaps with computation: at stage 0, where nothing is sent to the owners, and in a tight plan, to
+        save memory. ``travels``: the result of :meth:`Plan.travels`; if false, the buckets are processed one by one.
         """
         if not travels:
             return 1
         return 2 if self.copies > 1 or self.is_tight else 3
 
     def storages(self, travels: bool) -> list[int]:
-        """Return for each bucket the index of the storage (memory) that it uses. One bucket at a time uses a storage.
+        """Return for each bucket the index of the storage (memory) that it uses. At any time one bucket uses a storage.
 
-        If every rank holds the matrices whole, owned matrices alternate between storages 0 and 1, results between 2 and
-        3: all results of a round, in however many buckets, are sent before the storage of its matrices is used again.
+        At stage 0, buckets of owned matrices alternate between storages 0 and 1, and buckets of results between 2 and
+        3. All results of a round are sent before the storage of the round's matrices is used again. ``travels``: the
+        result of :meth:`Plan.travels`.
         """
         if self.copies == 1:
             slots = self.slots(travels)
@@ -145,7 +157,7 @@ class GlobalPlan:
         return [2 * of_results + next(turns[of_results]) % 2 for _, of_results in self.buckets]
 
     def view(self, rank: int) -> Plan:
-        """Return the plan as ``rank`` sees it."""
+        """Return the part of the plan that ``rank`` needs for its steps."""
         if self.copies == 1:
             return Plan(self, rank, tuple(bucket_of(owned, rank, self.world_size) for owned in self.rounds))
         pairs = self.buckets
@@ -154,7 +166,13 @@ class GlobalPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets of one partition as one rank sees them. ``of_all``: the plan of all ranks."""
+    """All buckets of one partition as one rank sees them.
+
+    Args:
+        of_all: the plan of all ranks.
+        rank: the rank that this plan is for.
+        buckets: the rank's part of each bucket.
+    """
 
     of_all: GlobalPlan
     rank: int
@@ -162,13 +180,15 @@ class Plan:
 
     @property
     def sent_elements(self) -> int:
-        """Return how many elements this rank sends to other ranks in a step, to the owners and back."""
+        """Return how many elements this rank sends to other ranks in one step: to the owners, and back from them."""
         copied = sum(bucket.own_results for bucket in self.buckets) * (self.of_all.world_size - 1)
         moved = [counts for b in self.buckets if not b.only_results for counts in (b.send_counts, b.receive_counts)]
         return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
 
     def travels(self, staged: bool) -> bool:
-        """Return whether anything is sent between ranks, or (``staged``) copied between host and accelerator."""
+        """Return whether a step moves any matrix, between ranks or (if ``staged``) between host memory and the
+        accelerator.
+        """
         return staged or any(bucket.travels for bucket in self.buckets)
 
 
@@ -183,15 +203,17 @@ def plan_partition(
     pinned: Mapping[str, int] | None = None,
     most_owners: int | None = None,
 ) -> GlobalPlan:
-    """Choose how many owners each matrix has, and plan one partition for all of its ranks.
+    """Plan one partition for all of its ranks, and choose how many owners each matrix has.
 
     Args:
         shards, world_size, cost, bucket_bytes: see :func:`global_plan`.
-        pinned, most_owners: ``pinned`` and ``most`` of :func:`deepspeed.muon.plan.owners.counts_of`.
+        pinned: see :func:`deepspeed.muon.plan.owners.counts_of`; ``None``: no checkpoint has such numbers.
+        most_owners: ``most`` of :func:`deepspeed.muon.plan.owners.counts_of`.
 
     Returns:
-        The plan. If every rank holds every matrix whole and sharing the work is not faster, it is the plan of a single
-        rank, which each rank carries out by itself. If several owners are asked for, the work is always shared.
+        The plan. At stage 0 it may be a plan for a single rank, which every rank carries out for all matrices without
+            communication. That is the case if sharing the work is not faster, unless a checkpoint or ``most_owners``
+            has asked for several owners.
     """
     items, pinned = [item for shard in shards for item in shard.items], pinned or {}
     counts = counts_of(items, world_size, cost, pinned, most_owners)
@@ -205,10 +227,10 @@ def plan_partition(
 
 
 def is_worth_sharing(plan: GlobalPlan, cost: CostModel) -> bool:
-    """Return whether ranks that all hold the same matrices finish earlier if each orthogonalizes only some of them.
+    """Return whether a step at stage 0 is faster if the ranks share the matrices than if each rank computes all of them.
 
-    With sharing, a step costs the operations of the busiest owner, the bytes of the results that it receives, and the
-    latency of their broadcasts; without, the operations of all matrices.
+    With sharing, a step costs the operations of the busiest owner, the bytes of the results that a rank receives, and
+    the latency of the broadcasts. Without sharing, a step costs the operations of all matrices.
     """
     numel = sum(item.block.numel for item in plan.items)
     received = numel * cost.bytes_per_element * (plan.world_size - 1) / plan.world_size
@@ -224,14 +246,14 @@ def global_plan(
     bucket_bytes: int | None = None,
     counts: Sequence[int] = (),
 ) -> GlobalPlan:
-    """Plan one partition for all of its ranks.
+    """Plan one partition for all of its ranks, with given numbers of owners.
 
     Args:
         shards: the partition's Muon parameters, in the same order on all ranks.
         world_size: number of ranks that share the partition.
-        cost: weighs Newton-Schulz against the exchange.
-        bucket_bytes: limit of the bytes of one owner's matrices in one bucket, or of all owners' matrices together if
-            every rank holds them whole; ``None``: :func:`bucket_limit` chooses.
+        cost: weighs Newton-Schulz against communication.
+        bucket_bytes: maximum bytes of one owner's matrices in one bucket or, at stage 0, of all owners' matrices
+            together. ``None``: see :func:`bucket_limit`.
         counts: for each matrix, its number of owners; if empty, every matrix has one.
     """
     items = [item for shard in shards for item in shard.items]
@@ -260,11 +282,13 @@ def global_plan(
 
 
 def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[OwnedBlocks]:
-    """Split each owner's matrices into chunks of at most ``limit`` elements; round k is the k-th chunk of every owner.
+    """Split ``owned`` into rounds in which each owner has at most ``limit`` elements, or one larger matrix.
 
-    The order is the same on all ranks, with equal shapes next to each other. Matrices with most owners come first, so
-    that all owners of a matrix have it in the same round and meet the matrices that they share in the same order:
-    otherwise two owners could wait for each other in collectives of different matrices.
+    The result is the same on all ranks. Matrices of equal shape are adjacent in it. Matrices with most owners come
+    first, so that all owners of a matrix have it in the same round, and in the same order as other matrices that they
+    share. Otherwise two owners could wait for each other in collectives of different matrices.
+
+    ``owned``: (owner, matrix or slice) pairs.
     """
     rounds: list[OwnedBlocks] = []
     filled, chunk = [0] * world_size, [0] * world_size
@@ -282,7 +306,10 @@ def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[Own
 
 
 def parts_of(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
-    """Split a round into parts of whole owners: each has at most ``limit`` elements, or the matrices of one owner."""
+    """Split one round into parts of at most ``limit`` elements. All matrices of an owner stay in one part.
+
+    A single owner with more than ``limit`` elements is a part of its own.
+    """
     part: OwnedBlocks = []
     filled = 0
     for _, of_owner in groupby(owned, key=itemgetter(0)):
@@ -298,10 +325,16 @@ def parts_of(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
 def bucket_limit(
     items: Sequence[PlacedBlock], world_size: int, copies: int, cost: CostModel, bucket_bytes: int | None = None
 ) -> int:
-    """Return the maximum number of elements of one owner in one bucket.
+    """Return the maximum number of elements that one owner has in one bucket.
 
-    If ``copies`` > 1 ranks hold the matrices whole, the bytes of a bucket are shared by that many owners, because every
-    rank receives the results of all. ``bucket_bytes`` overrides the default.
+    Args:
+        items: the matrices of the partition.
+        world_size: number of ranks that share the partition.
+        copies: how many ranks hold every matrix whole (ZeRO stage 0); otherwise 1. These ranks divide the bytes of a
+            bucket among them, because each receives the results of all.
+        cost: tells the bytes of an element, and where Newton-Schulz runs.
+        bucket_bytes: maximum bytes of one bucket; ``None``: :data:`CPU_BUCKET_BYTES` or :data:`BUCKET_BYTES`, or less
+            if a partition on CPUs would have few buckets.
     """
     if bucket_bytes is None:
         bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES

@@ -24,7 +24,7 @@ from deepspeed.muon.plan.plan import Plan
 
 
 class Group(NamedTuple):
-    """The ranks that call a collective. ``name`` distinguishes process groups of the same ranks."""
+    """The ranks that call a collective. ``name`` tells apart two process groups that consist of the same ranks."""
 
     ranks: Sequence[int]
     name: str = ""
@@ -38,17 +38,19 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective as one rank calls it.
+    """One call of a collective by one rank.
 
     Args:
-        kind: its name, such as ``all_reduce``.
-        group: the ranks that call it.
-        dtype: of the elements, such as ``fp32``.
-        numel: elements of the tensor that is reduced or broadcast, or that each rank contributes; equal on all ranks.
-        root: index in the group of the rank that sends to all or receives from all.
-        sent: elements sent to each rank of the group, if the numbers differ; otherwise empty.
-        received: elements received from each rank of the group, if the numbers differ; otherwise empty.
-        caller: the line of code that makes the call, if known.
+        kind: name of the collective, such as ``all_reduce``.
+        group: the ranks that call the collective.
+        dtype: dtype of the elements, such as ``fp32``.
+        numel: number of elements of the tensor that is reduced or broadcast, or that each rank contributes. It is equal
+            on all ranks.
+        root: index in the group of the rank that sends to all others or receives from them; ``None`` if there is no
+            such rank.
+        sent: in an all-to-all, the number of elements sent to each rank of the group; otherwise empty.
+        received: in an all-to-all, the number of elements received from each rank of the group; otherwise empty.
+        caller: the line of code that makes the call; empty if unknown.
     """
 
     kind: str
@@ -69,10 +71,13 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class NewtonSchulz:
-    """The settings that decide the products of Newton-Schulz, and so what several owners of a matrix send each other.
+    """The settings of Newton-Schulz that decide what several owners of one matrix send to each other.
 
-    ``method``: (rows, columns) of a matrix -> method. ``dtype``: of the products, a key of
-    :data:`deepspeed.muon.math.newton_schulz.DTYPES`. ``device_type``: where Newton-Schulz runs, such as ``cpu``.
+    Args:
+        schedule: the coefficients, one triple for each step.
+        method: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
+        dtype: dtype of the matrix products, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`.
+        device_type: where Newton-Schulz runs, such as ``cpu``.
     """
 
     schedule: Schedule
@@ -86,15 +91,23 @@ class NewtonSchulz:
 
 @dataclass(frozen=True)
 class Look:
-    """Find the matrices without a gradient. ``collectives``: one all-reduce; none if each rank knows by itself."""
+    """The operation that finds the matrices without a gradient on any rank, first in every program.
+
+    ``collectives``: one all-reduce of a flag for each matrix; empty if each rank knows without asking the others.
+    """
 
     collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
 class Open:
-    """Give a bucket ``numel`` elements of the storage with index ``storage``. ``own``: the bucket whose matrices it
-    sends: itself, or for a bucket of results an earlier one.
+    """The operation that gives a bucket its memory.
+
+    Args:
+        bucket: index of the bucket.
+        storage: index of the storage that the bucket uses.
+        numel: number of elements that the bucket needs.
+        own: index of the bucket whose matrices are sent: the same bucket or, for a bucket of results, an earlier one.
     """
 
     bucket: int
@@ -105,15 +118,17 @@ class Open:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Update the momentum of this rank's runs, and write the input of Newton-Schulz into the bucket."""
+    """The operation that updates the momentum in this rank's shard and writes the input of Newton-Schulz into a bucket."""
 
     bucket: int
 
 
 @dataclass(frozen=True)
 class Send:
-    """Start the collectives that send shards to the owners or results ``back``; none if nothing travels. Under CPU
-    offload it also starts the copies between host and accelerator.
+    """The operation that starts sending a bucket to the owners or, if ``back``, its results from the owners.
+
+    Under CPU offload it also starts the copies between host memory and the accelerator. ``collectives``: what it calls;
+    empty if no rank sends anything.
     """
 
     bucket: int
@@ -123,7 +138,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait for the bucket's :class:`Send` with the same ``back``."""
+    """The operation that waits until the :class:`Send` of the same ``bucket`` and the same ``back`` has ended."""
 
     bucket: int
     back: bool
@@ -131,8 +146,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Compute:
-    """Orthogonalize the bucket's matrices. Ranks that own a matrix together call ``collectives`` while they do so, and
-    wait for each before the next.
+    """The operation that orthogonalizes the matrices that this rank owns in a bucket.
+
+    ``collectives``: what the rank calls meanwhile, with the other owners of its matrices; empty if it is the only owner
+    of each. Each collective ends before the next one starts.
     """
 
     bucket: int
@@ -141,7 +158,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Apply:
-    """Update the weights in this rank's shard with the bucket's results."""
+    """The operation that updates the weights in this rank's shard with the results of a bucket."""
 
     bucket: int
 
@@ -151,10 +168,10 @@ Program = tuple[Look | Operation, ...]
 
 
 def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz) -> Program:
-    """Return the operations of one rank in a step.
+    """Return the operations that one rank carries out for a partition in a step, in order.
 
-    If anything is sent or staged, a step has this form. One line is one iteration, and what it sends arrives during the
-    next::
+    With three buckets, all in use at the same time, a step has this form. A transfer that one line starts ends during
+    the next line::
 
         prepare 0, send 0
         prepare 1, send 1       compute 0, send 0 back
@@ -162,13 +179,14 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
                                 compute 2, send 2 back      apply 1
                                                             apply 2
 
-    With one slot less, each line begins with its apply. If every rank holds all matrices whole, nothing is sent to the
-    owners: compute, send back and apply are one line earlier.
+    If only two buckets may be in use (see :meth:`GlobalPlan.slots`), each line begins with its apply. At stage 0, where
+    nothing is sent to the owners, compute, send back and apply are one line earlier.
 
     Args:
-        wire: dtype of what is sent to owners and back.
-        staged: whether shards are copied between host and accelerator (CPU offload).
-        newton_schulz: decides what several owners of a matrix send each other.
+        plan: the buckets as the rank sees them.
+        wire: dtype of what is sent to the owners and back.
+        staged: whether shards are copied between host memory and accelerator (CPU offload).
+        newton_schulz: the settings that decide what several owners of a matrix send to each other.
     """
     everyone, flags = Group(range(plan.of_all.world_size)), plan.of_all.gradient_flags
     look = (Collective("all_reduce", everyone, "int32", flags),) if flags else ()
@@ -176,7 +194,7 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
 
 
 def collectives_of(program: Program) -> Iterator[Collective]:
-    """Yield all collectives of a program in order."""
+    """Yield all collectives that a program calls, in order."""
     return chain.from_iterable(op.collectives for op in program if isinstance(op, (Look, Send, Compute)))
 
 
@@ -214,8 +232,10 @@ def _apply(bucket: int, count: int) -> Iterator[Operation]:
 
 
 def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective, ...]:
-    """Return the collectives that send a bucket to the owners, or its results ``back``. Results that every rank
-    receives take one broadcast per owner. An all-gather would need parts of equal size, and gloo's copies them twice.
+    """Return the collectives that send a bucket to the owners or, if ``back``, its results from the owners.
+
+    Results that every rank needs take one broadcast for each owner: an all-gather would need results of equal size, and
+    gloo's copies them twice.
     """
     if not bucket.travels or (bucket.only_results and not back):
         return ()
@@ -234,9 +254,10 @@ def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective
 
 
 def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Collective]:
-    """Yield the collectives among the owners of a batch's matrices; none if each matrix has one owner.
+    """Yield the collectives that the owners of a batch's matrices call; nothing if each matrix has one owner.
 
-    :mod:`deepspeed.muon.exchange.owner_set` makes these calls and no others. ``rank``: any of the owners.
+    :mod:`deepspeed.muon.exchange.owner_set` makes these calls and no others. ``rank``: any of the owners. ``how``: the
+    settings of Newton-Schulz.
     """
     if batch.owners == 1:
         return
@@ -265,6 +286,6 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
 
 
 def _parts(total: int, most: int) -> Iterator[int]:
-    """Yield ``total`` in parts of at most ``most``: ``(7, 3) -> 3, 3, 1``."""
+    """Yield the sizes of the parts if ``total`` is split into parts of at most ``most``: ``(7, 3) -> 3, 3, 1``."""
     for start in range(0, total, most):
         yield min(most, total - start)
