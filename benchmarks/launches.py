@@ -103,7 +103,7 @@ def launches_of(buckets: Iterable[Bucket], scale: Scale, together: bool) -> Laun
     for one in buckets:
         for call in one.run_groups(scale):
             spans += 1 if together else max(1, len(one.spans(call, staged=False)))
-        copies += len(one.scattered)
+        copies += len(one.receive_copies)
     return Launches(spans, copies, copies, spans)
 
 

@@ -80,12 +80,12 @@ class BucketBuffers:
 
     def unpack(self) -> None:
         """Copy received elements from the receive buffer into the matrices, unless they were received there."""
-        for copy in self.bucket.scattered:
+        for copy in self.bucket.receive_copies:
             grid_view(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
         """Copy the results of what :meth:`unpack` copied into the receive buffer, from which they are sent back."""
-        for copy in self.bucket.scattered:
+        for copy in self.bucket.receive_copies:
             self._received(copy).copy_(grid_view(self.matrices, copy))
 
     def _received(self, copy: GridCopy) -> Tensor:

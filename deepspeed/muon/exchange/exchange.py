@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.exchange.owner_set import OwnerSet, set_of
+from deepspeed.muon.exchange.owner_set import OwnerSet, owner_group
 from deepspeed.muon.exchange.watchdog import PendingCollectives
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.newton_schulz import name_of
@@ -84,7 +84,7 @@ class Exchange:
                 raise RuntimeError(f"{text}; this is a bug in deepspeed-muon, please report it")
             self._collectives.start(bucket, batch.names, launch).wait()
 
-        return OwnerSet(set_of(self.group, batch.owners), batch.owners, call)
+        return OwnerSet(owner_group(self.group, batch.owners), batch.owners, call)
 
     def collect(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Gather vectors, each of which one rank of the group stores; return name -> CPU tensor. A collective.
@@ -160,8 +160,8 @@ class Exchange:
         """
         bucket = plan.buckets[operation.bucket]
         matrices, outbox, inbox = storage[: operation.numel].split(bucket.buffer_sizes)
-        if bucket.received_at is not None:
-            inbox = matrices.narrow(0, bucket.received_at, sum(bucket.receive_counts))
+        if bucket.direct_receive_start is not None:
+            inbox = matrices.narrow(0, bucket.direct_receive_start, sum(bucket.receive_counts))
         number = operation.storage
         return BucketBuffers(
             bucket=bucket,

@@ -21,35 +21,46 @@ from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.newton_schulz import SPLIT_FROM
 from deepspeed.muon.plan.memory import SUM_ELEMENTS
-from deepspeed.muon.plan.owners import neighbours
+from deepspeed.muon.plan.owners import count_ranks_per_node
 
 
 def ranks_of_set(group: Any, size: int) -> tuple[int, ...]:
-    """Return the world ranks of the ``size`` consecutive ranks of ``group`` that own matrices with this rank."""
+    """Return the world ranks of the ranks that own matrices together with this rank.
+
+    They are ``size`` consecutive ranks of ``group``.
+    """
     ranks = torch.distributed.get_process_group_ranks(group)
     first = torch.distributed.get_rank(group) // size * size
     return tuple(ranks[first : first + size])
 
 
-def set_of(group: Any, size: int) -> Any:
-    """Return the process group of :func:`ranks_of_set`; unless that is ``group``, ``make_groups`` must have made it."""
+def owner_group(group: Any, size: int) -> Any:
+    """Return the process group of the ranks that :func:`ranks_of_set` returns.
+
+    Unless these are all ranks of ``group``, ``make_groups`` must have made the process group before.
+    """
     return group if size == torch.distributed.get_world_size(group) else group_of(ranks_of_set(group, size))
 
 
 def neighbours_in(group: Any, ranks_per_node: int) -> int:
-    """Return :func:`neighbours` for the ranks of ``group``: the size of sets of consecutive ranks that share a node."""
-    return neighbours([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
+    """Return how many consecutive ranks of ``group`` share a node.
+
+    ``ranks_per_node``: number of consecutive world ranks that share a node.
+    """
+    return count_ranks_per_node([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
 
 
 @dataclass(frozen=True)
 class OwnerSet:
-    """The collectives among the ranks that own some matrices together; all of them make the same calls in one order.
+    """The ranks that own some matrices together, one slice of each per rank, and the collectives among them.
+
+    All ranks of the set make the same calls in the same order.
 
     Args:
         group: process group of the owners.
         size: number of owners.
         call: makes a collective and waits for its end; takes its kind, the tensor that this rank contributes, and a
-            function that launches it and returns a handle.
+            function that launches the collective and returns a handle.
     """
 
     group: Any
@@ -57,9 +68,10 @@ class OwnerSet:
     call: Callable[[str, Tensor, Callable[[], Any]], None]
 
     def operations(self, kernels: Operations) -> Operations:
-        """Return ``kernels`` that work on one slice of each matrix, and communicate with the owners of the others.
+        """Return operations that do what ``kernels`` do, but on one slice of each matrix.
 
-        ``normalize``, ``square`` and, for :data:`SPLIT_FROM` owners or more, ``product`` communicate.
+        ``normalize`` and ``square`` communicate with the owners of the other slices. So does ``product`` if there are
+        :data:`SPLIT_FROM` owners or more.
         """
         square = functools.partial(self._square, kernels)
         ours = replace(kernels, normalize=self._normalize, square=square, is_slice=True)
@@ -68,7 +80,12 @@ class OwnerSet:
         return replace(ours, product=functools.partial(self._product, kernels), in_place=True)
 
     def _normalize(self, x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-        """Act as :func:`deepspeed.muon.kernels.reference.normalize`, but with the norm of the whole matrix."""
+        """Write this rank's slices to ``out``, scaled so that each whole matrix has the Frobenius norm ``norm``; return
+        ``out``.
+
+        It takes what :func:`deepspeed.muon.kernels.reference.normalize` takes. The owners exchange the norms of their
+        slices.
+        """
         sizes = torch.stack([torch.stack(reference.exponent_and_norm(matrix)) for matrix in x])
         found = torch.empty((self.size, x.size(0), 2), dtype=torch.float32, device=x.device)
         self._gather(found, sizes)
@@ -96,10 +113,10 @@ class OwnerSet:
     def _product(
         self, kernels: Operations, a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN
     ) -> None:
-        """Act as :func:`deepspeed.muon.kernels.reference.product`; each owner computes some rows, and all gather them.
+        """Compute :func:`deepspeed.muon.kernels.reference.product`: each owner some rows, which all owners then gather.
 
-        A and B commute, so rows of B A are rows of A B. ``out`` may be A or B: each matrix is written when this rank
-        needs neither of its factors any more.
+        A and B must commute, because the rows are computed as those of B A. ``out`` may be A or B: each matrix is
+        written when this rank no longer needs its factors.
         """
         count = out.rest.size(-1) // self.size
         first = torch.distributed.get_rank(self.group) * count

@@ -52,7 +52,7 @@ class Partition:
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
         """Yield (shard, first element of its parameter, one past the last, index in its tensor) for this rank."""
         for shard in self.shards:
-            start, stop = shard.placement.held(self.rank, 0, shard.spec.numel)
+            start, stop = shard.placement.held_range(self.rank, 0, shard.spec.numel)
             if start < stop:
                 yield shard, start, stop, shard.placement.position(start)
 

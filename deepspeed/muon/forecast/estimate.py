@@ -15,7 +15,7 @@ from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.checker import lost_elements, violation
 from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
-from deepspeed.muon.plan.owners import neighbours
+from deepspeed.muon.plan.owners import count_ranks_per_node
 from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.plan.program import NewtonSchulz, program_of
 
@@ -74,7 +74,7 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
             dtype=memory.dtype,
             wire_bytes=memory.wire_bytes,
             device_type=memory.device_type,
-            intra_node=neighbours([rank // layout.ranks_per_node for rank in range(part.world_size)]),
+            intra_node=count_ranks_per_node([rank // layout.ranks_per_node for rank in range(part.world_size)]),
         )
         costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged, config.most_owners))
     largest = _largest(costs, config.schedule, layout.world_size, memory)

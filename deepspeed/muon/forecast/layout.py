@@ -131,7 +131,7 @@ class StepPart:
         per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
         if self.half.use_muon and self.half.momentum_dtype == "int8":
-            local = (shard.placement.held(0, 0, shard.spec.numel) for shard in self.shards)
+            local = (shard.placement.held_range(0, 0, shard.spec.numel) for shard in self.shards)
             nbytes += ABSMAX_BYTES * sum(block_count(max(0, stop - start)) for start, stop in local)
         return nbytes
 
@@ -294,7 +294,7 @@ def _gather_traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
     for owner, item in owned:
         alike.setdefault(item.spread, (item, []))[1].append(owner)
     for item, owners in alike.values():
-        held = {rank: item.spread.held(rank) for rank in item.spread.holders}
+        held = {rank: item.spread.held_elements(rank) for rank in item.spread.holders}
         least += 2 * len(owners) * (item.block.numel - max(held.values()))
         for owner in owners:
             sent[owner] += item.block.numel - 2 * held.get(owner, 0)

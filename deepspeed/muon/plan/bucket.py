@@ -145,7 +145,10 @@ class Batch:
 
     @property
     def gram_axis(self) -> int:
-        """Return the shorter axis of the whole matrices (0 rows, 1 columns); the Gram matrix has the length of that axis."""
+        """Return the shorter axis of the whole matrices: 0 rows, 1 columns.
+
+        The Gram matrix has the length of that axis.
+        """
         return int(self.shape[0] > self.shape[1])
 
 
@@ -180,7 +183,7 @@ class Bucket:
     own_results: int = 0
 
     @cached_property
-    def received_at(self) -> int | None:
+    def direct_receive_start(self) -> int | None:
         """Return the index in the bucket's matrices at which the all-to-all can write what this rank receives.
 
         ``None`` if the received elements are not in the order of the matrices, so that a receive buffer is needed.
@@ -193,9 +196,9 @@ class Bucket:
         return first if is_direct else None
 
     @property
-    def scattered(self) -> tuple[GridCopy, ...]:
+    def receive_copies(self) -> tuple[GridCopy, ...]:
         """Return the copies from the bucket's receive buffer into its matrices; empty without a receive buffer."""
-        return self.received if self.received_at is None else ()
+        return self.received if self.direct_receive_start is None else ()
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
@@ -242,7 +245,7 @@ class Bucket:
 
         Returns:
             The spans, each of at most :data:`MAX_SPAN` elements unless one run is longer. An empty list if the run
-                consists of strided rows, which no span can describe.
+            consists of strided rows, which no span can describe.
         """
         copies = [(index, self.runs[index].copy) for index in runs]
         if any(copy.rows > 1 for _, copy in copies):
@@ -260,7 +263,7 @@ class Bucket:
         """Return how many elements this rank's matrices, send buffer and receive buffer have in this bucket, in that
         order.
         """
-        inbox = sum(self.receive_counts) if self.received_at is None else 0
+        inbox = sum(self.receive_counts) if self.direct_receive_start is None else 0
         return self.matrix_elements, sum(self.send_counts), inbox
 
 
@@ -373,7 +376,7 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
                 return False
             at += piece.numel
         is_between |= source == rank and first > 0 and at < item.block.numel
-    return is_between and 2 * item.spread.held(rank) < item.block.numel
+    return is_between and 2 * item.spread.held_elements(rank) < item.block.numel
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
@@ -457,12 +460,12 @@ def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
-    """Yield a :class:`Batch` for each sequence of items with equal :func:`kind_of`.
+    """Yield a :class:`Batch` for each sequence of items with equal :func:`batch_key`.
 
-    ``items``: the matrices or slices that one rank owns in a bucket, sorted by :func:`kind_of`.
+    ``items``: the matrices or slices that one rank owns in a bucket, sorted by :func:`batch_key`.
     """
     start = 0
-    for _, group in groupby(items, key=kind_of):
+    for _, group in groupby(items, key=batch_key):
         alike = list(group)
         first, block = alike[0], alike[0].block
         names = tuple(item.name for item in alike)
@@ -470,6 +473,6 @@ def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
         start += len(alike) * block.numel
 
 
-def kind_of(item: PlacedBlock) -> tuple[int, ...]:
+def batch_key(item: PlacedBlock) -> tuple[int, ...]:
     """Return the key that sorts matrices: most owners first, then largest. Matrices with equal keys form a batch."""
     return -item.owners, -item.block.numel, item.block.rows, *item.shape, item.axis

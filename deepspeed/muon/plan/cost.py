@@ -45,7 +45,7 @@ class CostModel:
         flops_per_byte: operations that take as long as sending one byte.
         bytes_per_element: bytes of each element that is sent to an owner or back.
         device_type: where Newton-Schulz runs, such as ``cpu``.
-        intra_node: number of consecutive ranks that share a node, from :func:`deepspeed.muon.plan.owners.neighbours`.
+        intra_node: number of consecutive ranks that share a node.
     """
 
     of_owner: Callable[[int, int, int], OwnerCost]
@@ -58,14 +58,14 @@ class CostModel:
         """Return the floating-point operations of orthogonalizing one (rows, cols) matrix on a single owner."""
         return self.of_owner(rows, cols, 1).flops
 
-    def total(self, shapes: Iterable[tuple[int, int]]) -> float:
+    def total_flops(self, shapes: Iterable[tuple[int, int]]) -> float:
         """Return the floating-point operations of orthogonalizing matrices of these (rows, columns), each on a single
         owner.
         """
         return sum(self.flops(rows, cols) for rows, cols in shapes)
 
     def bytes_as_flops(self, elements: int) -> float:
-        """Return the floating-point operations that take as long as sending ``elements`` elements to an owner and back."""
+        """Return the floating-point operations that take as long as sending ``elements`` to an owner and back."""
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
     def owner_cost(self, rows: int, cols: int, owners: int) -> float:
@@ -76,10 +76,10 @@ class CostModel:
         part, is_cpu = self.of_owner(rows, cols, owners), self.device_type == "cpu"
         intra_node = CPU_INTRA_NODE if is_cpu else ACCELERATOR_INTRA_NODE
         per_byte = intra_node if owners <= self.intra_node else self.flops_per_byte
-        return part.flops + per_byte * part.nbytes + self.call * part.calls
+        return part.flops + per_byte * part.nbytes + self.latency_as_flops * part.calls
 
     @property
-    def call(self) -> float:
+    def latency_as_flops(self) -> float:
         """Return the floating-point operations that take as long as the latency of one collective."""
         return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
 

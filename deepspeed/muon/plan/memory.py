@@ -156,11 +156,11 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
     # All owners of a matrix must split a batch alike, whatever their numbers of threads.
     threads = {"threads": 1} if batch.owners > 1 else {}
     together = min(batch.number, batch_limit(numel, small, itemsize, not on_cpu, **threads))
-    of_owners = _of_owners(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
+    of_owners = _owner_scratch(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
     return Counter({name: together * size for name, size in sizes.items()} | of_owners)
 
 
-def _of_owners(small: int, owners: int, together: int, dtype: str) -> dict[str, int]:
+def _owner_scratch(small: int, owners: int, together: int, dtype: str) -> dict[str, int]:
     """Return {name: bytes} for the scratch memory that Newton-Schulz needs only if a matrix has several owners.
 
     Args:
@@ -196,7 +196,7 @@ def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
 def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
     owned = _by_owner(matrices, world_size)
     sizes = [sum(item.block.numel for item in own) for own in owned]
-    others, runs, grids = _others(owned, matrices)
+    others, runs, grids = _exchange_sizes(owned, matrices)
     buffers = [size + more for size, more in zip(sizes, others, strict=True)]
     return [*map(Demand, buffers, runs, grids, map(_sizes, owned))]
 
@@ -244,7 +244,9 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
     return max((piece.numel for piece in item.spread.pieces(rank) if piece.rows > 1), default=0)
 
 
-def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks) -> tuple[list[int], list[int], list[int]]:
+def _exchange_sizes(
+    owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks
+) -> tuple[list[int], list[int], list[int]]:
     """Return three lists with one number of elements for each rank.
 
     The lists are: elements of the send and receive buffers; the longest part of a matrix in the rank's shard; the
@@ -261,12 +263,12 @@ def _others(owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks) -> tu
         alike.setdefault(item.spread, (item, []))[1].append(owner)
     for item, owners in alike.values():
         for rank in item.spread.holders:
-            held = item.spread.held(rank)
+            held = item.spread.held_elements(rank)
             sent[rank] += len(owners) * held
             longest[rank] = max(longest[rank], held)
             grids[rank] = max(grids[rank], _longest_grid(item, rank))
         for owner in owners:
-            held = item.spread.held(owner)
+            held = item.spread.held_elements(owner)
             sent[owner] -= held
             if len(owned[owner]) > 1:
                 received[owner] += item.block.numel - held

@@ -38,7 +38,7 @@ MAX_CANDIDATES = 8
 # ---- how many owners ---------------------------------------------------------------------------------------------
 
 
-def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
+def possible_owner_counts(world_size: int, most: int = MAX_OWNERS) -> list[int]:
     """Return the numbers of owners that a matrix may have, ascending, up to ``most``; example: ``12 -> [1, 2, 4, 12]``.
 
     Each number divides the next one, and ``world_size``.
@@ -51,7 +51,7 @@ def counts_for(world_size: int, most: int = MAX_OWNERS) -> list[int]:
     return counts
 
 
-def neighbours(nodes: Sequence[Any]) -> int:
+def count_ranks_per_node(nodes: Sequence[Any]) -> int:
     """Return how many consecutive ranks share a node: the largest n such that ranks 0 to n - 1, n to 2n - 1, ... do.
 
     n divides the number of ranks. ``nodes``: for each rank, a value that identifies its node, such as a host name.
@@ -61,7 +61,7 @@ def neighbours(nodes: Sequence[Any]) -> int:
 
 
 def is_sliceable(block: Block, count: int) -> bool:
-    """Return whether a matrix can be cut into ``count`` equal slices, and its Gram matrix into ``count`` groups of rows.
+    """Return whether a matrix can be cut into ``count`` equal slices, and its Gram matrix into ``count`` row groups.
 
     A matrix with more rows than columns is cut by rows. It must then have one band: its rows must be equally spaced in
     the parameter (see :class:`deepspeed.muon.matrices.block.Block`).
@@ -84,8 +84,8 @@ def sliced(item: PlacedBlock, count: int) -> Iterator[PlacedBlock]:
         yield replace(item, block=part, whole=block)
 
 
-def counts_of(
-    items: Sequence[PlacedBlock], world_size: int, cost: CostModel, pinned: Mapping[str, int], most: int | None
+def choose_owner_counts(
+    items: Sequence[PlacedBlock], world_size: int, cost: CostModel, saved_counts: Mapping[str, int], most: int | None
 ) -> list[int]:
     """Choose how many ranks own each matrix; return one number for each of ``items``.
 
@@ -104,19 +104,19 @@ def counts_of(
         items: the matrices.
         world_size: number of ranks that share the partition.
         cost: weighs Newton-Schulz against communication.
-        pinned: :func:`deepspeed.muon.math.choice.shape_key` of a matrix -> number of owners read from a checkpoint,
-            which takes precedence. A number that is not possible with ``world_size`` ranks is ignored.
+        saved_counts: :func:`deepspeed.muon.math.choice.shape_key` of a matrix -> number of owners read from a
+            checkpoint, which takes precedence. A number that is not possible with ``world_size`` ranks is ignored.
         most: if not ``None``, every matrix that can be sliced gets this many owners, or the largest possible number
             below.
     """
     if world_size == 1 or most == 1:
         return [1] * len(items)
-    even = cost.total(item.shape for item in items) / world_size
-    kept = {n for n in pinned.values() if n in counts_for(world_size)}
-    # Sets of different sizes must be inside each other, also those that a checkpoint has pinned. Owners share a node,
+    even = cost.total_flops(item.shape for item in items) / world_size
+    kept = {n for n in saved_counts.values() if n in possible_owner_counts(world_size)}
+    # Sets of different sizes must be inside each other, also those of a checkpoint. Owners share a node,
     # because they send each other more than the exchange does.
-    of_node = [n for n in counts_for(cost.intra_node) if all(n % k == 0 or k % n == 0 for k in kept)]
-    allowed = counts_for(world_size, most) if most else of_node
+    of_node = [n for n in possible_owner_counts(cost.intra_node) if all(n % k == 0 or k % n == 0 for k in kept)]
+    allowed = possible_owner_counts(world_size, most) if most else of_node
     holders: dict[tuple[int, int], int] = {}
     for item in items:
         holders[item.shape] = min(holders.get(item.shape, world_size), len(item.spread.holders))
@@ -126,7 +126,7 @@ def counts_of(
         rows, cols = shape
         if most is not None:
             return allowed[-1]
-        count = pinned.get(shape_key(rows, cols))
+        count = saved_counts.get(shape_key(rows, cols))
         if count in kept:
             return count
         fitting = [count for count in allowed if rows % count == cols % count == 0]
@@ -161,7 +161,7 @@ def _for_memory(rows: int, cols: int, allowed: Sequence[int], holders: int, cost
 # ---- which ranks -------------------------------------------------------------------------------------------------
 
 
-def assign(
+def assign_owners(
     items: Sequence[PlacedBlock], world_size: int, cost: CostModel, counts: Sequence[int]
 ) -> tuple[list[int], list[float]]:
     """Choose which rank owns each matrix, so that all ranks finish at about the same time.
@@ -176,7 +176,7 @@ def assign(
 
     Returns:
         (owners, loads). ``owners``: for each matrix, its owner, or the first one if it has several. ``loads``: for each
-            rank, the cost of all its matrices, in floating-point operations.
+        rank, the cost of all its matrices, in floating-point operations.
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
@@ -206,15 +206,15 @@ def _assign_to_sets(
     owners: list[int],
     loads: _Loads,
 ) -> None:
-    """Assign the matrices that have ``count`` owners, the most expensive first; update ``owners`` and ``loads`` in place.
+    """Assign the matrices that have ``count`` owners; update ``owners`` and ``loads`` in place.
 
-    Each matrix goes to ``count`` consecutive ranks.
+    The most expensive matrix comes first. Each matrix goes to ``count`` consecutive ranks.
 
     Args:
         count: number of owners of the matrices to assign.
         items: all matrices.
         counts: for each of ``items``, its number of owners.
-        cost: the cost of each matrix.
+        cost: the cost model of the parameter group.
         owners: for each of ``items``, its first owner.
         loads: the load of each rank.
     """
@@ -243,7 +243,7 @@ def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]
     middle = holders[len(holders) // 2]
     if spread not in few:
         ranks = holders if len(holders) <= MAX_CANDIDATES else (holders[0], middle, holders[-1])
-        few[spread] = {rank: item.block.numel - spread.held(rank) for rank in ranks}
+        few[spread] = {rank: item.block.numel - spread.held_elements(rank) for rank in ranks}
     missing = few[spread]
     if least in holders and least not in missing:
         return missing | {least: missing[middle]}

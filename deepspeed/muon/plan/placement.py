@@ -45,7 +45,7 @@ class Placement:
         low, high = (self.origin + start) // self.span, (self.origin + stop - 1) // self.span
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
-    def held(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+    def held_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """Return which of the parameter's elements from ``start`` to ``stop - 1`` are on ``rank``, as (first, end).
 
         ``end`` is excluded. If ``first >= end``, the rank holds none of the elements.
@@ -129,32 +129,33 @@ class Spread:
 
     @cached_property
     def text(self) -> str:
-        """Return all fields of the spread as text. It is part of the plan's digest, which must be equal on all ranks."""
+        """Return all fields of the spread as text, for the plan's digest, which must be equal on all ranks."""
         blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
         return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
 
-    def held(self, rank: int) -> int:
+    def held_elements(self, rank: int) -> int:
         """Return how many elements of the matrix ``rank`` holds."""
         if rank not in self._held:
             self._held[rank] = self._count(rank)
         return self._held[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the parts of the matrix that ``rank`` holds, each contiguous or a set of equally spaced rows; may be
-        empty.
+        """Return the parts of the matrix that ``rank`` holds; empty if it holds none.
+
+        Each part is contiguous in the matrix, or a set of equally spaced rows.
         """
         if rank not in self._pieces:
             self._pieces[rank] = self._cut(rank)
         return self._pieces[rank]
 
     def _count(self, rank: int) -> int:
-        local = ((block, *placement.held(rank, block.offset, block.stop)) for block, _, placement in self.parts)
+        local = ((block, *placement.held_range(rank, block.offset, block.stop)) for block, _, placement in self.parts)
         return sum(max(0, block.before(high) - block.before(low)) for block, low, high in local)
 
     def _cut(self, rank: int) -> tuple[Piece, ...]:
         found: list[Piece] = []
         for block, at, placement in self.parts:
-            pieces = block.pieces(*placement.held(rank, block.offset, block.stop), self._cols)
+            pieces = block.pieces(*placement.held_range(rank, block.offset, block.stop), self._cols)
             found += (piece._replace(at=at + piece.at) for piece in pieces) if at else pieces
         return tuple(found)
 
@@ -192,10 +193,9 @@ class PlacedBlock:
 
     @property
     def name(self) -> str:
-        """Return the name of the matrix or slice: its parameter's name and the index of its first element, as in
-        ``qkv[4096]``.
+        """Return the name of the matrix or slice: its parameter's name and the index of its first element.
 
-        The index is left out if it is 0.
+        Example: ``qkv.weight[4096]``. The index is left out if it is 0.
         """
         return self._named(self.block)
 
@@ -220,7 +220,7 @@ class PlacedBlock:
 
     @property
     def axis(self) -> int:
-        """Return the axis of the matrix that its outputs are along: 0 rows, 1 columns. It is 0 if the axis is unknown."""
+        """Return the axis of the matrix that its outputs are along: 0 rows, 1 columns; 0 if unknown."""
         return self.shard.spec.output_axis or 0
 
     @property

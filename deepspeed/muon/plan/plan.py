@@ -16,9 +16,9 @@ from functools import cached_property
 from itertools import count, groupby
 from operator import itemgetter
 
-from deepspeed.muon.plan.bucket import Bucket, OwnedBlocks, bucket_of, kind_of, shared_bucket
+from deepspeed.muon.plan.bucket import Bucket, OwnedBlocks, batch_key, bucket_of, shared_bucket
 from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.owners import assign, counts_of, sliced
+from deepspeed.muon.plan.owners import assign_owners, choose_owner_counts, sliced
 from deepspeed.muon.plan.placement import PlacedBlock, Shard
 
 #: Default limit of the bytes of one owner's matrices in one bucket, on CPUs and on accelerators; a larger matrix gets a
@@ -86,10 +86,11 @@ class GlobalPlan:
         return digest.hexdigest()[:16]
 
     @cached_property
-    def gradient_flags(self) -> int:
-        """Return how many flags the ranks exchange in a step to learn which matrices have a gradient: one for each matrix.
+    def gradient_flag_count(self) -> int:
+        """Return how many flags the ranks exchange in a step to learn which matrices have a gradient.
 
-        The result is 0 if every rank holds every matrix whole, because all ranks then have the same gradients.
+        There is one flag for each matrix. The result is 0 if every rank holds every matrix whole, because all ranks
+        then have the same gradients.
         """
         is_cut = any(len(item.spread.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
@@ -101,12 +102,15 @@ class GlobalPlan:
 
     @property
     def set_sizes(self) -> list[int]:
-        """Return the different numbers of owners that matrices with several owners have, ascending; example: ``[2, 4]``."""
+        """Return the distinct numbers of owners of the matrices with several owners, ascending; example: ``[2, 4]``."""
         return sorted({*self.counts} - {1})
 
     @property
     def broadcasts(self) -> int:
-        """Return how many broadcasts a step takes at stage 0, where each owner broadcasts its results once in each round."""
+        """Return how many broadcasts a step takes at stage 0.
+
+        Each owner broadcasts its results once in each round.
+        """
         return sum(len({owner for owner, _ in owned}) for owned in self.rounds)
 
     @cached_property
@@ -121,7 +125,7 @@ class GlobalPlan:
         found: list[tuple[OwnedBlocks, bool]] = []
         for owned in self.rounds:
             found.append((owned, False))
-            found += [(part, True) for part in parts_of(owned, self.limit * self.copies)]
+            found += [(part, True) for part in split_round(owned, self.limit * self.copies)]
         return found
 
     @property
@@ -200,26 +204,26 @@ def plan_partition(
     world_size: int,
     cost: CostModel,
     bucket_bytes: int | None = None,
-    pinned: Mapping[str, int] | None = None,
+    saved_counts: Mapping[str, int] | None = None,
     most_owners: int | None = None,
 ) -> GlobalPlan:
     """Plan one partition for all of its ranks, and choose how many owners each matrix has.
 
     Args:
         shards, world_size, cost, bucket_bytes: see :func:`global_plan`.
-        pinned: see :func:`deepspeed.muon.plan.owners.counts_of`; ``None``: no checkpoint has such numbers.
-        most_owners: ``most`` of :func:`deepspeed.muon.plan.owners.counts_of`.
+        saved_counts: see :func:`deepspeed.muon.plan.owners.choose_owner_counts`; ``None``: none saved.
+        most_owners: ``most`` of :func:`deepspeed.muon.plan.owners.choose_owner_counts`.
 
     Returns:
         The plan. At stage 0 it may be a plan for a single rank, which every rank carries out for all matrices without
-            communication. That is the case if sharing the work is not faster, unless a checkpoint or ``most_owners``
-            has asked for several owners.
+        communication. That is the case if sharing the work is not faster, unless a checkpoint or ``most_owners`` has
+        asked for several owners.
     """
-    items, pinned = [item for shard in shards for item in shard.items], pinned or {}
-    counts = counts_of(items, world_size, cost, pinned, most_owners)
+    items, saved_counts = [item for shard in shards for item in shard.items], saved_counts or {}
+    counts = choose_owner_counts(items, world_size, cost, saved_counts, most_owners)
     plan = global_plan(shards, world_size, cost, bucket_bytes, counts)
     # Several owners round a sum differently from one, so a number from a checkpoint or the config must be kept.
-    is_asked_for = bool(pinned or most_owners) and max(counts, default=1) > 1
+    is_asked_for = bool(saved_counts or most_owners) and max(counts, default=1) > 1
     if plan.copies == 1 or is_asked_for or is_worth_sharing(plan, cost):
         return plan
     unshared = [replace(shard, placement=replace(shard.placement, copies=1)) for shard in shards]
@@ -227,7 +231,7 @@ def plan_partition(
 
 
 def is_worth_sharing(plan: GlobalPlan, cost: CostModel) -> bool:
-    """Return whether a step at stage 0 is faster if the ranks share the matrices than if each rank computes all of them.
+    """Return whether a step at stage 0 is faster if the ranks share the matrices instead of each computing all.
 
     With sharing, a step costs the operations of the busiest owner, the bytes of the results that a rank receives, and
     the latency of the broadcasts. Without sharing, a step costs the operations of all matrices.
@@ -235,8 +239,8 @@ def is_worth_sharing(plan: GlobalPlan, cost: CostModel) -> bool:
     numel = sum(item.block.numel for item in plan.items)
     received = numel * cost.bytes_per_element * (plan.world_size - 1) / plan.world_size
     # Without sharing, all ranks do all matrices at the same time.
-    unshared = cost.total(item.shape for item in plan.items)
-    return max(plan.loads) + cost.flops_per_byte * received + cost.call * plan.broadcasts < unshared
+    unshared = cost.total_flops(item.shape for item in plan.items)
+    return max(plan.loads) + cost.flops_per_byte * received + cost.latency_as_flops * plan.broadcasts < unshared
 
 
 def global_plan(
@@ -258,7 +262,7 @@ def global_plan(
     """
     items = [item for shard in shards for item in shard.items]
     counts = counts or [1] * len(items)
-    owners, loads = assign(items, world_size, cost, counts)
+    owners, loads = assign_owners(items, world_size, cost, counts)
     first_owners = zip(items, owners, counts, strict=True)
     owned = [(first + k, part) for item, first, n in first_owners for k, part in enumerate(sliced(item, n))]
     copies = max((shard.placement.copies for shard in shards), default=1)
@@ -292,7 +296,7 @@ def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[Own
     """
     rounds: list[OwnedBlocks] = []
     filled, chunk = [0] * world_size, [0] * world_size
-    for pair in sorted(owned, key=lambda pair: (pair[0], *kind_of(pair[1]))):
+    for pair in sorted(owned, key=lambda pair: (pair[0], *batch_key(pair[1]))):
         owner, item = pair
         # A matrix that is larger than the limit has a chunk to itself.
         if filled[owner] and filled[owner] + item.block.numel > limit:
@@ -305,7 +309,7 @@ def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[Own
     return rounds
 
 
-def parts_of(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
+def split_round(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
     """Split one round into parts of at most ``limit`` elements. All matrices of an owner stay in one part.
 
     A single owner with more than ``limit`` elements is a part of its own.

@@ -91,7 +91,7 @@ class NewtonSchulz:
 
 @dataclass(frozen=True)
 class Look:
-    """The operation that finds the matrices without a gradient on any rank, first in every program.
+    """The first operation of a program, which finds the matrices whose gradient is missing or zero on all ranks.
 
     ``collectives``: one all-reduce of a flag for each matrix; empty if each rank knows without asking the others.
     """
@@ -118,7 +118,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Prepare:
-    """The operation that updates the momentum in this rank's shard and writes the input of Newton-Schulz into a bucket."""
+    """The operation that updates this rank's momentum and writes the input of Newton-Schulz into a bucket."""
 
     bucket: int
 
@@ -188,7 +188,7 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
         staged: whether shards are copied between host memory and accelerator (CPU offload).
         newton_schulz: the settings that decide what several owners of a matrix send to each other.
     """
-    everyone, flags = Group(range(plan.of_all.world_size)), plan.of_all.gradient_flags
+    everyone, flags = Group(range(plan.of_all.world_size)), plan.of_all.gradient_flag_count
     look = (Collective("all_reduce", everyone, "int32", flags),) if flags else ()
     return Look(look), *_operations(plan, wire, staged, newton_schulz)
 
@@ -213,13 +213,13 @@ def _operations(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz
             own = own if plan.buckets[turn].only_results else turn
             yield Open(turn, storages[turn], sum(plan.buckets[turn].buffer_sizes), own)
             yield Prepare(turn)
-            yield Send(turn, False, _sent(plan.buckets[turn], plan, wire, back=False))
+            yield Send(turn, False, _send_collectives(plan.buckets[turn], plan, wire, back=False))
         if 0 <= turn - to_compute < count:
             number, batches = turn - to_compute, plan.buckets[turn - to_compute].batches
             yield Wait(number, False)
             between = (between_owners(batch, plan.rank, newton_schulz) for batch in batches)
             yield Compute(number, tuple(chain.from_iterable(between)))
-            yield Send(number, True, _sent(plan.buckets[number], plan, wire, back=True))
+            yield Send(number, True, _send_collectives(plan.buckets[number], plan, wire, back=True))
         # With a free slot, the results of an earlier bucket arrive while this one is orthogonalized.
         if not applies_first:
             yield from _apply(turn - to_apply, count)
@@ -231,7 +231,7 @@ def _apply(bucket: int, count: int) -> Iterator[Operation]:
         yield Apply(bucket)
 
 
-def _sent(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective, ...]:
+def _send_collectives(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective, ...]:
     """Return the collectives that send a bucket to the owners or, if ``back``, its results from the owners.
 
     Results that every rank needs take one broadcast for each owner: an all-gather would need results of equal size, and
@@ -268,12 +268,12 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
     products = [*product_order(how.schedule, how.method(rows, cols), how.dtype)]
     # threads=1: owners on machines with different numbers of threads must split a batch alike.
     limit = batch_limit(batch.rows * batch.cols, small, DTYPES[how.dtype].itemsize, how.device_type != "cpu", threads=1)
-    for count in _parts(batch.count, limit):
+    for count in _part_sizes(batch.count, limit):
         yield Collective("all_gather", group, "fp32", 2 * count)  # per matrix: exponent and norm of the owner's slice
         for kind in products:
             # The Gram matrix of a matrix is the sum of its slices' Gram matrices.
             if kind == "square":
-                for numel in _parts(count * small * small, SUM_ELEMENTS):
+                for numel in _part_sizes(count * small * small, SUM_ELEMENTS):
                     yield Collective("all_reduce", group, "fp32", numel)
                 if has_diagonals:
                     yield Collective("all_reduce", group, "fp32", count * small)
@@ -285,7 +285,7 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
                         yield Collective("all_gather", group, "fp32", small // batch.owners)
 
 
-def _parts(total: int, most: int) -> Iterator[int]:
+def _part_sizes(total: int, most: int) -> Iterator[int]:
     """Yield the sizes of the parts if ``total`` is split into parts of at most ``most``: ``(7, 3) -> 3, 3, 1``."""
     for start in range(0, total, most):
         yield min(most, total - start)

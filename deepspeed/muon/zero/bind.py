@@ -22,7 +22,7 @@ from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.math.choice import Rates, lowest_rates
 from deepspeed.muon.monitor.write_records import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.owners import neighbours
+from deepspeed.muon.plan.owners import count_ranks_per_node
 from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.step.partition_step import short_hash
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_time
@@ -230,7 +230,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
     return {
         "bf16": all(stated["bf16"] for stated in facts),
         "races": all(stated["races"] for stated in facts),
-        "ranks_per_node": neighbours([stated["host"] for stated in facts]),
+        "ranks_per_node": count_ranks_per_node([stated["host"] for stated in facts]),
         "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
         "shapes": [[*shape, count] for shape, count in counted.items()],
         "groups": max(stated["group_count"] for stated in stages),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import DisagreementError
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.exchange.owner_set import OwnerSet, set_of
+from deepspeed.muon.exchange.owner_set import OwnerSet, owner_group
 from deepspeed.muon.kernels.selection import product_tables, unavailable_kernels
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
@@ -261,7 +261,7 @@ def errors(table: Operations, dtype: str, method: str, shape: tuple[int, int, in
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, 1, shape[2])
     axis = 1 + int(shape[1] <= shape[2])
     how: dict[str, Any] = {"method": method, "dtype": DTYPES[dtype], "gram_axis": 2 - axis}
-    owners = OwnerSet(set_of(dist.group.WORLD, world), world, lambda kind, tensor, launch: launch().wait())
+    owners = OwnerSet(owner_group(dist.group.WORLD, world), world, lambda kind, tensor, launch: launch().wait())
     mine = x.chunk(world, dim=axis)[rank].clone(memory_format=torch.contiguous_format)
     orthogonalize(mine, STEPS, work=Workspace(), kernels=owners.operations(table), **how)
     parts = [torch.empty_like(mine) for _ in range(world)]

@@ -14,7 +14,7 @@ from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding
 from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.checker import conflict, lost_elements, violation
-from deepspeed.muon.plan.owners import counts_for, is_sliceable
+from deepspeed.muon.plan.owners import is_sliceable, possible_owner_counts
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import GlobalPlan, Plan, global_plan
 from deepspeed.muon.plan.program import Collective, Group, NewtonSchulz, Open, Program, Send, collectives_of, program_of
@@ -191,7 +191,7 @@ def _part(
         lanes.append([Shard(*each) for each in zip(specs, tensors, mine, everyones, strict=True)])
     cost = replace(COST, device_type=settings.device_type)
     blocks = [block for spec in specs for block in spec.blocks]
-    allowed = counts_for(len(ranks), settings.most_owners)
+    allowed = possible_owner_counts(len(ranks), settings.most_owners)
     counts = [random.choice([n for n in allowed if n == 1 or is_sliceable(block, n)]) for block in blocks]
     plans = [global_plan(shards, len(ranks), cost, settings.bucket_bytes, counts) for shards in lanes]
     of_rank = [plans[index % len(plans)] for index in range(len(ranks))]

@@ -95,19 +95,19 @@ class Rank:
     def received(self, number: int) -> Elements:
         """Return what a bucket has received: a part of its matrices or a buffer of its own."""
         bucket, buffers = self.plan.buckets[number], self.buffers(number)
-        if bucket.received_at is None:
+        if bucket.direct_receive_start is None:
             return buffers.inbox
-        return buffers.matrices[bucket.received_at :][: sum(bucket.receive_counts)]
+        return buffers.matrices[bucket.direct_receive_start :][: sum(bucket.receive_counts)]
 
     def receive(self, number: int, elements: Elements) -> None:
         """Write received elements into a bucket, without overwriting others."""
         bucket, buffers = self.plan.buckets[number], self.buffers(number)
-        if bucket.received_at is None:
+        if bucket.direct_receive_start is None:
             buffers.inbox[:] = elements
         else:
             before = self.received(number)
             assert all(old in (None, new) for old, new in zip(before, elements, strict=True)), "over other elements"
-            buffers.matrices[bucket.received_at : bucket.received_at + len(elements)] = elements
+            buffers.matrices[bucket.direct_receive_start : bucket.direct_receive_start + len(elements)] = elements
 
     def _prepare(self, bucket: Bucket, number: int) -> None:
         for run in bucket.runs:
@@ -126,7 +126,7 @@ class Rank:
         if bucket.only_results:
             return
         matrices, inbox = self.buffers(number).matrices, self.buffers(number).inbox
-        for copy in bucket.scattered:
+        for copy in bucket.receive_copies:
             for at, place in spread(copy):
                 assert matrices[at] in (None, inbox[place]), "two elements in one place"
                 matrices[at] = inbox[place]
@@ -137,7 +137,7 @@ class Rank:
             ):
                 self.seen.append(matrices[start : start + batch.rows * batch.cols])
         matrices[:] = [("new", *element) for element in matrices]
-        for copy in bucket.scattered:
+        for copy in bucket.receive_copies:
             for at, place in spread(copy):
                 inbox[place] = matrices[at]
 
@@ -186,7 +186,7 @@ def tensors_of(shards: Sequence[Shard], rank: int) -> list[Elements]:
     for shard in shards:
         placement, elements = shard.placement, elements_on(shard)
         tensor = found.setdefault(shard.tensor, {})
-        for index in range(*placement.held(rank, 0, len(elements))):
+        for index in range(*placement.held_range(rank, 0, len(elements))):
             assert placement.position(index) not in tensor
             tensor[placement.position(index)] = (shard.spec.name, elements[index])
     return [

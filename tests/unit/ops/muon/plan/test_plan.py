@@ -13,7 +13,13 @@ from deepspeed.muon.math.choice import shape_key
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.bucket import MAX_SPAN
 from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.owners import MAX_WHOLE_BYTES, assign, counts_for, counts_of, neighbours
+from deepspeed.muon.plan.owners import (
+    MAX_WHOLE_BYTES,
+    assign_owners,
+    choose_owner_counts,
+    count_ranks_per_node,
+    possible_owner_counts,
+)
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import bucket_limit
 from helpers.plans import COST, counted_cost, flat_layout, make_plan, part_layout, specs
@@ -172,9 +178,13 @@ def cost_of(device_type: str, near: int) -> CostModel:
 
 
 def counts(
-    shapes: list[tuple[int, int]], world: int, cost: CostModel, most: int | None = None, pinned: dict | None = None
+    shapes: list[tuple[int, int]],
+    world: int,
+    cost: CostModel,
+    most: int | None = None,
+    saved_counts: dict | None = None,
 ) -> list[int]:
-    return counts_of(placed(shapes, world), world, cost, pinned or {}, most)
+    return choose_owner_counts(placed(shapes, world), world, cost, saved_counts or {}, most)
 
 
 def placed(shapes: list[tuple[int, int]], world_size: int) -> list[PlacedBlock]:
@@ -187,7 +197,7 @@ def placed(shapes: list[tuple[int, int]], world_size: int) -> list[PlacedBlock]:
     [(1, 16, [1]), (2, 16, [1, 2]), (6, 16, [1, 2, 6]), (12, 4, [1, 2, 4]), (8, 16, [1, 2, 4, 8]), (7, 16, [1, 7])],
 )
 def test_the_counts_of_one_plan_divide_each_other(world: int, most: int, expected: list[int]) -> None:
-    assert counts_for(world, most) == expected
+    assert possible_owner_counts(world, most) == expected
 
 
 @pytest.mark.parametrize(
@@ -195,7 +205,7 @@ def test_the_counts_of_one_plan_divide_each_other(world: int, most: int, expecte
     [("aaaa", 4), ("aabb", 2), ("aaab", 1), ("aaabbb", 3), ("aaaabb", 2), ("aabbbb", 2), ("abab", 1), ("a", 1)],
 )
 def test_neighbours_share_a_node(nodes: str, expected: int) -> None:
-    assert neighbours(nodes) == expected
+    assert count_ranks_per_node(nodes) == expected
 
 
 LONE = [(4096, 16384)]
@@ -203,8 +213,8 @@ OWNERS = {
     "many small ones": ([(768, 768), (768, 3072), (3072, 768)] * 12, 8, 8, {}, [1] * 36),
     **{f"a lone large one on {world} ranks": (LONE, world, world, {}, [world]) for world in (2, 4, 8)},
     "what does not divide": ([(4096, 16384), (4099, 16384)], 4, 4, {"most": 4}, [4, 1]),
-    "of a checkpoint": ([(768, 768)], 4, 4, {"pinned": {shape_key(768, 768): 2}}, [2]),
-    "of a checkpoint, where they do not fit": ([(768, 768)], 3, 3, {"pinned": {shape_key(768, 768): 2}}, [1]),
+    "of a checkpoint": ([(768, 768)], 4, 4, {"saved_counts": {shape_key(768, 768): 2}}, [2]),
+    "of a checkpoint, where they do not fit": ([(768, 768)], 3, 3, {"saved_counts": {shape_key(768, 768): 2}}, [1]),
     # Only ranks of one node share a matrix unless the user says so; with nodes of six, four would be on two nodes.
     "nodes of two": (LONE, 8, 2, {}, [2]),
     "nodes of one": (LONE, 8, 1, {}, [1]),
@@ -212,7 +222,7 @@ OWNERS = {
     "one, as the user says": (LONE, 8, 8, {"most": 1}, [1]),
     "nodes of six": ([(6144, 24576)], 12, 6, {}, [6]),
     # Six and four would not divide each other, and ranks would wait for each other.
-    "beside a checkpoint": ([(768, 768), (6144, 24576)], 12, 6, {"pinned": {shape_key(768, 768): 4}}, [4, 2]),
+    "beside a checkpoint": ([(768, 768), (6144, 24576)], 12, 6, {"saved_counts": {shape_key(768, 768): 4}}, [4, 2]),
 }
 
 
@@ -240,8 +250,8 @@ def test_the_busiest_rank_has_little_more_than_the_mean(world: int) -> None:
     """The shapes of Llama 8B. What owners repeat counts, and the mean is that of one owner each."""
     shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
     cost, items = cost_of("cuda", 8), placed(shapes, world)
-    found = counts_of(items, world, cost, {}, None)
-    first, _ = assign(items, world, cost, found)
+    found = choose_owner_counts(items, world, cost, {}, None)
+    first, _ = assign_owners(items, world, cost, found)
     loads = [0.0] * world
     for item, owner, count in zip(items, first, found, strict=True):
         for rank in range(owner, owner + count):

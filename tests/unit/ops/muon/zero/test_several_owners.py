@@ -31,13 +31,13 @@ def counts_by_shape(counts: dict[tuple[int, int], int] | None) -> Iterator[None]
     """Plan with these numbers of owners; `None`: with those that the planner chooses."""
     from deepspeed.muon.plan import plan
 
-    original = plan.counts_of
+    original = plan.choose_owner_counts
     if counts is not None:
-        plan.counts_of = lambda items, *args: [counts[item.shape] for item in items]
+        plan.choose_owner_counts = lambda items, *args: [counts[item.shape] for item in items]
     try:
         yield
     finally:
-        plan.counts_of = original
+        plan.choose_owner_counts = original
 
 
 def engine_with(
