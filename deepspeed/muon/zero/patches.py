@@ -78,7 +78,7 @@ def without_double_clipping(
     if is_logging_rank:
         logger.warning(
             f"deepspeed-muon: optimizer.params.max_grad_norm {params['max_grad_norm']} is ignored, because "
-            f"gradient_clipping {gradient_clipping} already clips"
+            f"gradient_clipping {gradient_clipping} already clips; remove max_grad_norm"
         )
     return {key: value for key, value in params.items() if key != "max_grad_norm"}
 
@@ -197,9 +197,9 @@ def _refuse_other_optimizer(engine: Any, kind: type) -> None:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
         raise MuonConfigError(
-            f"optimizer.type: Muon, but the script passes {name} to deepspeed.initialize, which would be used instead; "
-            "remove optimizer= from the call and pass model_parameters=model.parameters(), or remove the section "
-            "optimizer from the config"
+            f"optimizer.type: Muon, but the script passes {name} to deepspeed.initialize, and DeepSpeed would use "
+            "that one; remove optimizer= from the call and pass model_parameters=model.parameters(), or remove the "
+            "section optimizer from the config"
         )
     is_muon_by_name = "muon" in kind.__name__.lower() and not kind.__module__.startswith("deepspeed.")
     if is_muon_by_name and engine.zero_optimization() and engine.global_rank == 0:

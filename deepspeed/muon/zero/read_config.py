@@ -241,7 +241,7 @@ def parse_file(path: str) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from None
     except ValueError as error:
-        raise SettingsError(f"--config {path}: not a ds_config: {error}") from None
+        raise SettingsError(f"--config {path}: cannot be read as JSON, Hjson or YAML: {error}") from None
     if not isinstance(section, dict):
         raise SettingsError(f"--config {path}: expected a JSON object, got {type(section).__name__}")
     return section

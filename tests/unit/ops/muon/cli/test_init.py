@@ -227,7 +227,7 @@ FOREIGN = {
     ),
     "list": ("- a\n- b\n", "expected a JSON object, got list"),
     "twice": ("train_batch_size: 1\ntrain_batch_size: 2\n", "keys that occur twice"),
-    "broken": ('{"optimizer": ', "not a ds_config"),
+    "broken": ('{"optimizer": ', "cannot be read as JSON, Hjson or YAML"),
 }
 
 

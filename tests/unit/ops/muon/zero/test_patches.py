@@ -317,8 +317,8 @@ def passed_beside(name: str, is_called: bool, stage: int) -> str:
 
 INSTEAD = (
     "MuonConfigError: optimizer.type: Muon, but the script passes torch.optim.adamw.AdamW to deepspeed.initialize, "
-    "which would be used instead; remove optimizer= from the call and pass model_parameters=model.parameters(), or "
-    "remove the section optimizer from the config"
+    "and DeepSpeed would use that one; remove optimizer= from the call and pass model_parameters=model.parameters(), "
+    "or remove the section optimizer from the config"
 )
 
 
