@@ -144,7 +144,7 @@ def test_a_wrong_folder_names_the_nearest(asked: str, words: str, tmp_path: Path
     ("library", "words"),
     [
         ("matplotlib", 'pip install "deepspeed-muon[plot]"'),
-        ("tensorboard", "tensorboard is not installed; install it, or enable csv_monitor in the config of the run"),
+        ("tensorboard", "tensorboard is not installed; install it, or enable csv_monitor in the DeepSpeed config"),
     ],
 )
 def test_a_library_that_is_missing(

@@ -68,7 +68,7 @@ def test_tensor_parallel_ranks_train_as_one(stage: int) -> None:
 
 
 def test_a_projection_whose_heads_tensor_parallelism_hides_is_refused() -> None:
-    with pytest.raises(RankError, match=r"so remove the key: gpt_neox\.layers\.0"):
+    with pytest.raises(RankError, match=r"attention layers: gpt_neox\.layers\.0"):
         run(tensor_parallel.train, 2, name="neox", tp=2, steps=1, optimizer=with_params(qk_clip={}))
 
 
