@@ -14,7 +14,7 @@ from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.checker import lost_elements, violation
-from deepspeed.muon.plan.memory import Memory, PartDemand, Peak, peak
+from deepspeed.muon.plan.memory import Memory, PartitionDemand, Peak, peak
 from deepspeed.muon.plan.owners import count_ranks_per_node
 from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.plan.program import NewtonSchulz, program_of
@@ -88,7 +88,7 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
     # If each rank does all the work of a part, `demands` has one list for all ranks.
     by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
     storages = [cost.storages for cost in costs]
-    peaks = (peak(map(PartDemand, demands, storages, methods), memory) for demands in by_rank)
+    peaks = (peak(map(PartitionDemand, demands, storages, methods), memory) for demands in by_rank)
     return max(peaks, key=lambda found: found.total)
 
 

@@ -40,10 +40,12 @@ class Segment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Adjacent elements of one or more :class:`ShardRun` objects, which one elementwise operation updates.
+    """Elements that one elementwise operation updates: one :class:`ShardRun`, or several that are adjacent.
 
-    The elements are contiguous in two tensors: from index ``start`` of the shard, and from index ``at`` of a buffer of
-    the bucket. ``numel``: number of elements.
+    Args:
+        start: index of the first element in the shard's tensor.
+        at: index of the first element in the bucket's buffer.
+        numel: number of elements, which are contiguous in both tensors.
     """
 
     start: int
@@ -156,10 +158,12 @@ class Batch:
 class Bucket:
     """The matrices that all ranks exchange at the same time, as one rank sees them.
 
-    The bucket's matrices are one flat tensor with the matrices, or slices, that this rank owns. Positions and counts
-    are in elements. If every rank holds the matrices whole (ZeRO stage 0), there are two kinds of buckets. The first
-    kind has this rank's own matrices, and sends nothing. The second kind, ``only_results``, sends the results of such a
-    bucket from their owners to all ranks.
+    ``runs`` are the parts of these matrices in this rank's shard. The "bucket's matrices" are one flat tensor with the
+    matrices, or slices, that this rank owns. Positions and counts are in elements.
+
+    If every rank holds the matrices whole (ZeRO stage 0), there are two kinds of buckets. The first kind has this
+    rank's own matrices, and sends nothing. The second kind, ``only_results``, sends the results of such a bucket from
+    their owners to all ranks.
     """
 
     runs: tuple[ShardRun, ...]
@@ -202,9 +206,10 @@ class Bucket:
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
-        """Return for each of ``runs`` the index of its first element in the bucket's host memory (CPU offload).
+        """Return, for each :class:`ShardRun` of the bucket, the index of its first element in host memory.
 
-        Runs that are ``in_place`` come first in that memory, then the others in the order of the send buffer.
+        CPU offload has one flat tensor in host memory for each bucket. Runs that are ``in_place`` come first in that
+        tensor, then the others in the order of the send buffer.
         """
         places, end = [], 0
         in_place = sum(run.copy.numel for run in self.runs if run.in_place)
@@ -215,19 +220,22 @@ class Bucket:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Return the copies between the bucket's host memory and the accelerator, in the order of host memory (CPU
-        offload).
+        """Return the copies between the bucket's host memory and the accelerator under CPU offload.
+
+        They are in the order of host memory. Elements that are adjacent on both sides share one copy.
         """
         places = sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0))
         parts = (Segment(host, run.copy.at, run.copy.numel, run.in_place) for host, run in places)
         return tuple(_merged(parts, _continued))
 
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
-        """Return the bucket's runs in groups, as tuples of indices into ``runs``; example: ``[(0, 2), (1,)]``.
+        """Return the bucket's :class:`ShardRun` objects in groups that one call updates, momentum and weights.
 
-        One call updates momentum and weights of a whole group. Runs of consecutive elements form a group if they have
-        the same tensor, the same ``in_place`` and the same ``scale``. Any other run is a group of its own. ``scale``:
-        (rows, columns) of a matrix -> the factor of its update.
+        Each group is a tuple of indices into ``runs``; example: ``[(0, 2), (1,)]``. Runs of consecutive elements form a
+        group if they have the same tensor, the same ``in_place`` and the same factor. Any other run is a group of its
+        own.
+
+        ``scale``: (rows, columns) of a matrix -> the factor of its update.
         """
         groups: dict[tuple, list[int]] = {}
         for index, run in enumerate(self.runs):
@@ -255,14 +263,12 @@ class Bucket:
 
     @cached_property
     def host_elements(self) -> int:
-        """Return how many elements of this bucket this rank's shard holds: the size of the bucket's host memory."""
+        """Return the number of elements of the bucket's host memory (CPU offload): all elements in this rank's shard."""
         return sum(segment.numel for segment in self.segments)
 
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int]:
-        """Return how many elements this rank's matrices, send buffer and receive buffer have in this bucket, in that
-        order.
-        """
+        """Return the elements of the bucket's three buffers on this rank: (matrices, send buffer, receive buffer)."""
         inbox = sum(self.receive_counts) if self.direct_receive_start is None else 0
         return self.matrix_elements, sum(self.send_counts), inbox
 
@@ -380,9 +386,10 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
-    """Yield the copies from a bucket's receive buffer into its matrices, with adjacent or equally spaced copies merged.
+    """Yield the copies from a bucket's receive buffer into its matrices.
 
-    ``incoming``: for each source rank, pairs (index of the matrix in the bucket's matrices, piece of that matrix).
+    Adjacent or equally spaced copies are merged. ``incoming``: for each source rank, pairs (index of the matrix in the
+    bucket's matrices, piece of that matrix).
     """
     at, sources = 0, []
     for pieces in incoming:
@@ -425,7 +432,7 @@ def _one_span(first: Span, second: Span) -> Span | None:
 
 
 def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return one copy for two copies of single rows that are adjacent in both tensors; ``None`` if they are not."""
+    """Merge two copies of single rows; return ``None`` unless the rows are adjacent in both tensors."""
     are_rows = first.rows == second.rows == first.times == 1
     if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
         cols = first.cols + second.cols
@@ -434,9 +441,9 @@ def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return one copy, of one row or of equally spaced rows, for two copies that are adjacent in the receive buffer.
+    """Merge two copies that are adjacent in the receive buffer into a copy of one row or of equally spaced rows.
 
-    ``None`` if the rows of the two copies are not equally long and equally spaced in the matrices.
+    Return ``None`` if the rows of the two copies are not equally long and equally spaced in the bucket's matrices.
     """
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
@@ -446,7 +453,7 @@ def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return one copy for two copies of equally many, equally long rows; ``None`` if that is impossible.
+    """Merge two copies of equally many, equally long rows; return ``None`` if that is impossible.
 
     It is possible if the two are adjacent rows, or if ``second`` is the next repetition of ``first``.
     """

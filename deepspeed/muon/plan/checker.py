@@ -32,9 +32,10 @@ COMMON = ("kind", "dtype", "numel", "root")
 
 
 def violation(programs: Sequence[Program]) -> str | None:
-    """Return a text that names the rank and the operation that break a rule of this module; ``None`` if all is well.
+    """Return why the programs of all ranks could hang or overwrite a buffer in use; ``None`` if they cannot.
 
-    ``programs``: the :data:`deepspeed.muon.plan.program.Program` of each rank that shares a partition.
+    The text names the rank and the operation. ``programs``: for each rank that shares a partition, its operations in a
+    step, from :func:`deepspeed.muon.plan.program.program_of`.
     """
     for rank, program in enumerate(programs):
         for text in _broken_order(program):
@@ -88,7 +89,7 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
             for each in call.group.ranks:
                 done[each] += 1
             arriving += call.group.ranks
-    return _circle(calls, done)
+    return _waiting_ranks(calls, done)
 
 
 def _mismatch(calls: Sequence[Collective]) -> str | None:
@@ -111,7 +112,7 @@ def _mismatch(calls: Sequence[Collective]) -> str | None:
     return None
 
 
-def _circle(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
+def _waiting_ranks(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
     """Return a text that says which rank waits for which other rank; ``None`` if all calls have ended.
 
     Args:
@@ -137,7 +138,10 @@ LIFE = (Open, Prepare, (Send, False), (Wait, False), Compute, (Send, True), (Wai
 
 
 def _broken_order(program: Program) -> Iterator[str]:
-    """Yield a text for each operation that one rank's program has too early, too late or not at all."""
+    """Yield a text for each operation that one rank's program has too early, too late or not at all.
+
+    ``program``: the rank's operations in a step, from :func:`deepspeed.muon.plan.program.program_of`.
+    """
     done: dict[int, int] = {}
     opened: dict[int, Open] = {}
     users: dict[int, int] = {}  # the last bucket of each storage

@@ -59,8 +59,9 @@ class CostModel:
         return self.of_owner(rows, cols, 1).flops
 
     def total_flops(self, shapes: Iterable[tuple[int, int]]) -> float:
-        """Return the floating-point operations of orthogonalizing matrices of these (rows, columns), each on a single
-        owner.
+        """Return the floating-point operations of orthogonalizing all matrices of ``shapes``, each on a single owner.
+
+        ``shapes``: (rows, columns) of each matrix.
         """
         return sum(self.flops(rows, cols) for rows, cols in shapes)
 
@@ -69,9 +70,9 @@ class CostModel:
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
     def owner_cost(self, rows: int, cols: int, owners: int) -> float:
-        """Return the cost of a (rows, cols) matrix for each of its ``owners``, in floating-point operations.
+        """Return what a (rows, cols) matrix costs each of its ``owners``, in floating-point operations.
 
-        It includes what the owners send to each other.
+        The time that the owners need to send each other data is included, converted to operations.
         """
         part, is_cpu = self.of_owner(rows, cols, owners), self.device_type == "cpu"
         intra_node = CPU_INTRA_NODE if is_cpu else ACCELERATOR_INTRA_NODE

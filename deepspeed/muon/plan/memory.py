@@ -26,8 +26,7 @@ SUM_ELEMENTS = 2**22
 
 
 class BatchSize(NamedTuple):
-    """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch`, without its names, so that many ranks can share one
-    object.
+    """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch` without its names; many ranks can share one object.
 
     Args:
         rows: rows of each matrix, or of each slice if several ranks own a matrix.
@@ -45,7 +44,7 @@ class BatchSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """The sizes that decide how much scratch memory one rank needs for one bucket.
+    """The sizes that decide how much scratch memory one rank needs for one :class:`deepspeed.muon.plan.bucket.Bucket`.
 
     Args:
         buffers: elements of the bucket's matrices, send buffer and receive buffer together.
@@ -103,12 +102,13 @@ class Peak(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PartDemand:
-    """What decides the scratch memory of one partition on one rank.
+class PartitionDemand:
+    """What decides the scratch memory that one rank needs for one partition.
 
     Args:
-        buckets: the demand of each bucket.
-        storages: for each bucket, the index of the storage that it uses. Buckets with one index share memory.
+        buckets: the :class:`Demand` of each bucket.
+        storages: for each bucket, the index of the memory that it uses. Buckets with the same index use the same
+            memory.
         method: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
     """
 
@@ -117,7 +117,7 @@ class PartDemand:
     method: Callable[[int, int], str]
 
 
-def peak(parts: Iterable[PartDemand], memory: Memory) -> Peak:
+def peak(parts: Iterable[PartitionDemand], memory: Memory) -> Peak:
     """Return the peak of a step's scratch memory on one rank.
 
     ``parts``: all partitions of the rank. They are updated one after another and use the same scratch memory.
@@ -180,7 +180,7 @@ def _owner_scratch(small: int, owners: int, together: int, dtype: str) -> dict[s
 
 
 def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
-    """Return the demand of each rank for each bucket in a step, as lists ``[rank][bucket]``.
+    """Return the :class:`Demand` of each rank for each bucket in a step, as lists ``[rank][bucket]``.
 
     The demand is exact for an owner with one matrix in a bucket. With several matrices it includes a receive buffer,
     even if the bucket turns out to need none. The time for a bucket is O(matrices + ranks x distinct layouts of
@@ -202,7 +202,7 @@ def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return the demand of each rank for a stage-0 bucket in which each owner orthogonalizes its matrices.
+    """Return the :class:`Demand` of each rank for a stage-0 bucket in which each owner orthogonalizes its matrices.
 
     ``matrices``: the (owner, matrix or slice) pairs of the bucket.
     """
@@ -210,7 +210,7 @@ def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return the demand of each rank for a stage-0 bucket in which each rank receives the results of the other owners.
+    """Return the :class:`Demand` of each rank for a stage-0 bucket that sends results from their owners to all ranks.
 
     ``part``: the (owner, matrix or slice) pairs of the bucket.
     """
@@ -247,10 +247,10 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
 def _exchange_sizes(
     owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return three lists with one number of elements for each rank.
+    """Return three lists with one number of elements for each rank: (buffers, longest part, longest strided part).
 
-    The lists are: elements of the send and receive buffers; the longest part of a matrix in the rank's shard; the
-    longest such part that is not contiguous.
+    ``buffers``: size of the send and receive buffers together. The other two are sizes of parts of a matrix in the
+    rank's shard: the longest of all, and the longest that is not contiguous (0 if there is none).
 
     Args:
         owned: for each rank, the matrices that it owns in the bucket.

@@ -52,7 +52,7 @@ def possible_owner_counts(world_size: int, most: int = MAX_OWNERS) -> list[int]:
 
 
 def count_ranks_per_node(nodes: Sequence[Any]) -> int:
-    """Return how many consecutive ranks share a node: the largest n such that ranks 0 to n - 1, n to 2n - 1, ... do.
+    """Return the largest n such that every n consecutive ranks (0 to n - 1, n to 2n - 1, and so on) share a node.
 
     n divides the number of ranks. ``nodes``: for each rank, a value that identifies its node, such as a host name.
     """
@@ -166,11 +166,12 @@ def assign_owners(
 ) -> tuple[list[int], list[float]]:
     """Choose which rank owns each matrix, so that all ranks finish at about the same time.
 
-    The method is longest processing time first (Graham 1969). In descending order of cost, each matrix goes to the rank
-    that would finish it first, among the ranks that hold a part of it. The cost includes receiving the elements that
-    the rank lacks, except as many as every candidate lacks. At the end, matrices move from the busiest rank to the
-    least loaded rank while that shortens the step. Matrices with several owners come first. Each goes to the
-    consecutive ranks that would finish it first, and does not move.
+    Matrices with several owners come first. Each goes to the consecutive ranks that would finish it first.
+
+    The other matrices follow in descending order of cost (longest processing time first, Graham 1969). Each goes to the
+    rank that would finish it first, among the ranks that hold a part of it. The cost includes receiving the elements
+    that the rank lacks, except as many as even the best-placed rank lacks. At the end, some of these matrices move from
+    the busiest rank to the least loaded rank, while that shortens the step.
 
     ``counts``: for each matrix, its number of owners.
 

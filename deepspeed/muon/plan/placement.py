@@ -46,9 +46,9 @@ class Placement:
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
     def held_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Return which of the parameter's elements from ``start`` to ``stop - 1`` are on ``rank``, as (first, end).
+        """Return (first, end) such that ``rank`` holds the parameter's elements from ``first`` to ``end - 1``.
 
-        ``end`` is excluded. If ``first >= end``, the rank holds none of the elements.
+        Only elements from ``start`` to ``stop - 1`` count. If ``first >= end``, the rank holds none of them.
         """
         if self.copies > 1:
             return start, stop
@@ -68,7 +68,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of a partition, and where its elements are.
+    """A Muon parameter of one partition, and where its elements are.
 
     Args:
         spec: the parameter's name, shape and matrices.
@@ -129,7 +129,7 @@ class Spread:
 
     @cached_property
     def text(self) -> str:
-        """Return all fields of the spread as text, for the plan's digest, which must be equal on all ranks."""
+        """Return a text that is equal for equal spreads; it is part of :attr:`GlobalPlan.digest`."""
         blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
         return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
 

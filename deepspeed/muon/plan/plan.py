@@ -31,8 +31,9 @@ MIN_BUCKET_BYTES, MIN_ROUNDS = 2**20, 8
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector within a ``with`` block, which saves time while many long-lived objects are
-    created.
+    """Pause Python's garbage collector within a ``with`` block.
+
+    Planning creates many long-lived objects, which the collector would scan again and again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -97,7 +98,7 @@ class GlobalPlan:
 
     @cached_property
     def moved_elements(self) -> int:
-        """Return the number of elements in matrices, or slices, of which the owner's own shard holds no element."""
+        """Return the number of elements of all matrices (or slices) whose owner holds no part of them in its shard."""
         return sum(item.block.numel for owner, item in self.owned if owner not in item.spread.holders)
 
     @property
@@ -130,7 +131,7 @@ class GlobalPlan:
 
     @property
     def exchanges(self) -> int:
-        """Return how many buckets are sent between ranks.
+        """Return how many buckets of a step are sent between ranks.
 
         These are all buckets or, if every rank holds the matrices whole, only the buckets of results.
         """
@@ -148,11 +149,12 @@ class GlobalPlan:
         return 2 if self.copies > 1 or self.is_tight else 3
 
     def storages(self, travels: bool) -> list[int]:
-        """Return for each bucket the index of the storage (memory) that it uses. At any time one bucket uses a storage.
+        """Return for each bucket the index of the memory that it uses. Buckets with one index use it one after another.
 
-        At stage 0, buckets of owned matrices alternate between storages 0 and 1, and buckets of results between 2 and
-        3. All results of a round are sent before the storage of the round's matrices is used again. ``travels``: the
-        result of :meth:`Plan.travels`.
+        At stage 0, buckets of owned matrices alternate between indices 0 and 1, and buckets of results between 2 and 3.
+        All results of a round are sent before the memory of the round's matrices is used again.
+
+        ``travels``: the result of :meth:`Plan.travels`.
         """
         if self.copies == 1:
             slots = self.slots(travels)
@@ -190,8 +192,9 @@ class Plan:
         return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
 
     def travels(self, staged: bool) -> bool:
-        """Return whether a step moves any matrix, between ranks or (if ``staged``) between host memory and the
-        accelerator.
+        """Return whether a step moves any matrix between ranks, or between host memory and the accelerator.
+
+        ``staged``: whether shards are in host memory while Newton-Schulz runs on an accelerator (CPU offload).
         """
         return staged or any(bucket.travels for bucket in self.buckets)
 
@@ -310,9 +313,10 @@ def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[Own
 
 
 def split_round(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
-    """Split one round into parts of at most ``limit`` elements. All matrices of an owner stay in one part.
+    """Yield parts of one round that have at most ``limit`` elements each. All matrices of an owner stay together.
 
-    A single owner with more than ``limit`` elements is a part of its own.
+    A single owner with more than ``limit`` elements is a part of its own. ``owned``: the (owner, matrix or slice) pairs
+    of the round, sorted by owner.
     """
     part: OwnedBlocks = []
     filled = 0

@@ -105,7 +105,7 @@ class Open:
 
     Args:
         bucket: index of the bucket.
-        storage: index of the storage that the bucket uses.
+        storage: index of the memory, from :meth:`deepspeed.muon.plan.plan.GlobalPlan.storages`.
         numel: number of elements that the bucket needs.
         own: index of the bucket whose matrices are sent: the same bucket or, for a bucket of results, an earlier one.
     """
@@ -148,8 +148,8 @@ class Wait:
 class Compute:
     """The operation that orthogonalizes the matrices that this rank owns in a bucket.
 
-    ``collectives``: what the rank calls meanwhile, with the other owners of its matrices; empty if it is the only owner
-    of each. Each collective ends before the next one starts.
+    ``collectives``: what the rank calls meanwhile with other owners of these matrices; empty if no matrix has other
+    owners. Each collective ends before the next one starts.
     """
 
     bucket: int
@@ -179,8 +179,8 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
                                 compute 2, send 2 back      apply 1
                                                             apply 2
 
-    If only two buckets may be in use (see :meth:`GlobalPlan.slots`), each line begins with its apply. At stage 0, where
-    nothing is sent to the owners, compute, send back and apply are one line earlier.
+    If :attr:`GlobalPlan.is_tight` allows only two buckets, each line begins with its apply. At stage 0, where nothing is
+    sent to the owners, compute, send back and apply are one line earlier.
 
     Args:
         plan: the buckets as the rank sees them.
@@ -234,8 +234,8 @@ def _apply(bucket: int, count: int) -> Iterator[Operation]:
 def _send_collectives(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective, ...]:
     """Return the collectives that send a bucket to the owners or, if ``back``, its results from the owners.
 
-    Results that every rank needs take one broadcast for each owner: an all-gather would need results of equal size, and
-    gloo's copies them twice.
+    Empty if no rank sends anything. At stage 0 each owner broadcasts its results: an all-gather would need results of
+    equal size, and gloo's copies them twice.
     """
     if not bucket.travels or (bucket.only_results and not back):
         return ()

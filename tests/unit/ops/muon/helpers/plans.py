@@ -11,7 +11,7 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.bucket import GridCopy, ShardRun
 from deepspeed.muon.plan.cost import CostModel, OwnerCost
-from deepspeed.muon.plan.memory import BatchSize, Demand, PartDemand
+from deepspeed.muon.plan.memory import BatchSize, Demand, PartitionDemand
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan, global_plan
 
@@ -21,7 +21,7 @@ def make_plan(shards: Sequence[Shard], rank: int, *args: Any, **kwargs: Any) -> 
     return global_plan(shards, *args, **kwargs).view(rank)
 
 
-def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartDemand:
+def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartitionDemand:
     """Return the memory demand of a plan's rank, counted run by run."""
     demands = []
     for bucket in plan.buckets:
@@ -32,7 +32,7 @@ def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartDemand:
             BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count) for batch in bucket.batches
         )
         demands.append(Demand(sum(bucket.buffer_sizes), longest, grid, tuple(batches)))
-    return PartDemand(demands, plan.of_all.storages(plan.travels(staged=False)), method)
+    return PartitionDemand(demands, plan.of_all.storages(plan.travels(staged=False)), method)
 
 
 def counted_cost(ns_method: str, *how: Any) -> CostModel:
