@@ -263,7 +263,7 @@ class Bucket:
 
     @cached_property
     def host_elements(self) -> int:
-        """Return the number of elements of the bucket's host memory (CPU offload): all elements in this rank's shard."""
+        """Return how many elements the bucket's host memory has (CPU offload): all those in this rank's shard."""
         return sum(segment.numel for segment in self.segments)
 
     @cached_property

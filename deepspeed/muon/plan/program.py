@@ -179,8 +179,8 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
                                 compute 2, send 2 back      apply 1
                                                             apply 2
 
-    If :attr:`GlobalPlan.is_tight` allows only two buckets, each line begins with its apply. At stage 0, where nothing is
-    sent to the owners, compute, send back and apply are one line earlier.
+    If :attr:`GlobalPlan.is_tight` allows only two buckets, each line begins with its apply. At stage 0, where nothing
+    is sent to the owners, compute, send back and apply are one line earlier.
 
     Args:
         plan: the buckets as the rank sees them.
