@@ -21,11 +21,11 @@ class SeamError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is incomplete, damaged or from another run; the message names the file. Nothing was loaded."""
+    """A checkpoint is incomplete, damaged or from another run. The message names the file. Nothing was loaded."""
 
 
 class CallOrderError(RuntimeError):
-    """An engine method was called too early; the message names the call that must come first. Nothing has changed."""
+    """A method of the DeepSpeed engine was called too early; nothing has changed. The message names the call that must come first."""
 
 
 class ImportStateError(ValueError):

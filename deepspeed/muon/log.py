@@ -22,7 +22,7 @@ if not logger.hasHandlers():
 
 @contextmanager
 def log_if_slow(what: str, is_logging_rank: bool) -> Iterator[None]:
-    """Log how long the ``with`` block took, if that was at least :data:`SLOW` seconds.
+    """Log the duration of the ``with`` block if it is at least :data:`SLOW` seconds.
 
     Args:
         what: subject of the log line "``what`` took 2.3 s".

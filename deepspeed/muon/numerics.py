@@ -13,9 +13,9 @@ import torch
 
 
 class _Setting(NamedTuple):
-    """A global setting of torch that changes results, and the ``value`` that it has while this package computes.
+    """A global setting of torch that changes results, with the ``value`` that :func:`fixed_numerics` gives to it.
 
-    ``read()`` returns its current value, ``write(value)`` sets it.
+    ``read()`` returns the setting's current value; ``write(value)`` sets it.
     """
 
     read: Callable[[], Any]
@@ -28,7 +28,7 @@ def _attribute(owner: Any, name: str, value: Any) -> _Setting:
 
 
 def _fp32_precision() -> list[_Setting]:
-    """Return the settings under which fp32 matrix products use neither TF32 on a GPU nor bf16 on a CPU."""
+    """Return torch's settings for the precision of fp32 matrix products, with values that forbid TF32 and bf16."""
     owners = torch.backends.cuda.matmul, torch.backends.mkldnn
     if hasattr(torch.backends, "fp32_precision"):  # torch 2.9: reads and writes may not mix with the older functions
         return [_attribute(getattr(owner, "matmul", owner), "fp32_precision", "ieee") for owner in owners]

@@ -139,7 +139,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the constructor runs; afterwards raise UnsupportedError."""
+        """Raise UnsupportedError, except while the constructor runs: groups cannot be added later."""
         if self._is_built:
             raise UnsupportedError(
                 "MuonWithAuxAdam cannot take a parameter group after it was built, because it routes and plans all "
@@ -148,7 +148,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise UnsupportedError: torch's way of copying an optimizer would lose the model and the plan."""
+        """Raise UnsupportedError, because an optimizer that is pickled or deep-copied loses its model."""
         raise UnsupportedError(
             "MuonWithAuxAdam cannot be copied or pickled, because its plan belongs to the parameters of one model; "
             "build a new optimizer for the copied model, then call new.load_state_dict(old.state_dict())"
@@ -156,7 +156,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @cached_property
     def given(self) -> UserGroups:
-        """Return an optimizer-like view of the parameter groups as the user gave them, for learning-rate schedulers."""
+        """Return a view of the parameter groups that the user passed, before their split into Muon and AdamW halves.
+
+        Pass it to a learning-rate scheduler in place of the optimizer.
+        """
         return UserGroups(self, self._origins, self._given_lrs)
 
     # ---- binding ----------------------------------------------------------------------------------
@@ -164,13 +167,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @fixed_numerics()
     @torch.no_grad()
     def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device) -> None:
-        """Plan the steps, and allocate the state of every tensor that has none. Called before the first step.
+        """Plan which rank orthogonalizes which matrix, and allocate missing optimizer state.
 
-        The plan fixes each group's ``ns_method``, ``ns_choice`` and ``adjust_lr_fn``; later changes have no effect.
+        Called before the first step. The plan fixes each parameter group's ``ns_method``, ``ns_choice`` and
+        ``adjust_lr_fn``; later changes have no effect.
 
         Args:
-            partitions: the tensors of all groups. One for each call of ``step`` that ZeRO makes in a step.
-            tuning: how Newton-Schulz runs for shapes of matrices about which a loaded checkpoint says nothing.
+            partitions: one :class:`Partition` (tensors that are updated together) for each call of :meth:`step` that
+                ZeRO makes in a training step.
+            tuning: the methods and kernels for matrix shapes that are not in a loaded checkpoint.
             device: where Newton-Schulz runs.
         """
         if self.context.is_logging and self._binding is None:
@@ -215,9 +220,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.qk_clip.bind(partitions, self.context.peers, device)
 
     def bind_again(self) -> None:
-        """Call :meth:`bind` again after a state was loaded.
+        """Call :meth:`bind` with the same arguments again after a state was loaded.
 
-        Each matrix then has the owners and kernels of the saved run, so that its updates have the same bits.
+        The new plan uses the owners and kernels of the saved run, so that updates are bitwise the same as there.
         """
         if self._binding is None:
             return
@@ -228,12 +233,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Return a context in which ``state_dict`` has NorMuon's state of all matrices. All ranks must enter it."""
+        """Return a context in which ``state_dict`` contains the NorMuon state of all matrices, not only of this rank's.
+
+        Entering it is a collective, which all ranks must call.
+        """
         return self.second_moments.whole()
 
     @property
     def choice(self) -> Choice:
-        """Return the dtype, methods and kernels of Newton-Schulz, which are the same in all groups."""
+        """Return the dtype of Newton-Schulz, and for each shape of matrix the method and kernels, for all groups."""
         return next(choice_from_json(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
 
     @property
@@ -242,29 +250,32 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return {group["ns_method"] for group in self.param_groups if group["use_muon"]}
 
     def tables_on(self, device: torch.device) -> dict[str, Operations]:
-        """Return name -> table of kernels that can compute matrix products on ``device``, plain PyTorch's first."""
+        """Return {name: :class:`Operations`} of the kernels that can multiply matrices on ``device``.
+
+        Plain PyTorch, ``"torch"``, comes first.
+        """
         return product_tables(self.context.unavailable, device.type)
 
     @property
     def partitions(self) -> list[Partition]:
-        """Return the partitions of Muon parameters that :meth:`bind` was called with."""
+        """Return the partitions passed to :meth:`bind` whose parameters Muon updates."""
         return [step.partition for step in self._steps.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
-        """Return all partitions that :meth:`bind` was called with: those of Muon parameters first, then AdamW's."""
+        """Return all partitions passed to :meth:`bind`: first Muon's, then AdamW's."""
         return [*self.partitions, *self._adam_partitions]
 
     @property
     def plans(self) -> list[Plan]:
-        """Return this rank's plans, one per entry of :attr:`partitions`."""
+        """Return for each entry of :attr:`partitions` the :class:`Plan` of what this rank sends and computes."""
         return [step.plan for step in self._steps.values()]
 
     @property
     def owner_sets(self) -> set[tuple[int, ...]]:
-        """Return the sets of ranks that own matrices together with this rank.
+        """Return tuples of ranks, each including this rank, that orthogonalize one matrix together.
 
-        A set of all ranks of a partition is left out, because it uses the partition's process group.
+        Each needs a process group. A tuple of all ranks of a partition is left out: it uses the partition's group.
         """
         return {
             ranks_of_set(step.partition.group, size)
@@ -275,20 +286,23 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def compute_device(self) -> torch.device:
-        """Return the device on which Newton-Schulz runs and collectives are called. Call :meth:`bind` before."""
+        """Return the device on which Newton-Schulz and collectives run. Valid after :meth:`bind`."""
         assert self._binding is not None
         return self._binding[2]
 
     def digest(self) -> str:
         """Return a hash of everything that decides which collectives a step calls and the bits of its results.
 
-        All ranks must have the same hash. Call :meth:`bind` before.
+        All ranks must have the same hash. Valid after :meth:`bind`.
         """
         return short_hash("".join(step.digest for step in self._steps.values()))
 
     @property
     def exchange(self) -> Exchange:
-        """Return the :class:`Exchange` of the first Muon partition; all of them share dtype, device and workspace."""
+        """Return the :class:`Exchange` (communication of matrices between ranks) of the first Muon partition.
+
+        The exchanges of all partitions have the same dtype, device and workspace.
+        """
         return next(iter(self._steps.values())).exchange
 
     @property
@@ -297,16 +311,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Prepare for a step. With QK-clip this is a collective that finds all ranks' largest attention logits."""
+        """Prepare for a step. With QK-clip, exchange the largest attention logits between all ranks (a collective)."""
         self._is_skip_logged = False
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
 
     @contextmanager
     def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
-        """Return a context in which ``stats`` records each step, and each phase of a step runs within ``phase(name)``.
+        """Observe the steps that are taken in the ``with`` block; for monitors and profilers.
 
-        The phases are called prepare, exchange, newton_schulz, apply and adamw.
+        ``stats`` records each step. ``phase(name)`` returns a context in which that phase of a step runs. The names are
+        prepare, exchange, newton_schulz, apply and adamw.
         """
         outer = self._phase, self._stats
         self._phase, self._stats = phase or self._phase, stats or self._stats
@@ -322,7 +337,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 step.warm_up()
 
     def warn_of_no_matrix(self) -> None:
-        """Log that AdamW updates all parameters, and why."""
+        """Warn in the log that Muon updates no parameter, AdamW updates all, and why."""
         reasons = sorted({spec.reason for spec in self.specs.values()})
         logger.warning("deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: %s", "; ".join(reasons))
 
@@ -337,29 +352,29 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.create_state(tensor, use_muon)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
-        """Return a tensor's state, which steps update in place; create it, filled with zeros, if it is missing."""
+        """Return a tensor's optimizer state, a dict of tensors; create it, filled with zeros, if it is missing."""
         state = self.state[tensor]
         if use_muon:
             return state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
         return adamw.state_of(state, tensor)
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
-        """Return the quantization blocks of a tensor's int8 momentum.
+        """Return the quantization blocks of a tensor's int8 momentum: the elements that share a scale.
 
-        Before :meth:`bind`, a tensor is taken to be one whole parameter.
+        Before :meth:`bind`, the tensor is assumed to be one whole parameter.
         """
         return self._blocks.get(tensor) or whole_parameter(tensor)
 
     @staticmethod
     def host_zeros(numel: int) -> Tensor:
-        """Return fp32 zeros on the CPU, into which an int8 momentum is decoded.
+        """Return an fp32 CPU tensor of ``numel`` zeros, the buffer for a decoded int8 momentum.
 
-        While an engine saves, this is replaced by a function that returns a memory-mapped file.
+        While a DeepSpeed engine saves, this method is replaced by one that returns a memory-mapped file.
         """
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
 
     def state_keys(self, tensor: Tensor) -> list[str]:
-        """Return the keys that :meth:`read_state` accepts.
+        """Return the state keys of a tensor that :meth:`read_state` accepts, such as ``["exp_avg", "exp_avg_sq"]``.
 
         An int8 momentum counts as the single key ``momentum_buffer``, as in every other dtype.
         """
@@ -367,7 +382,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return sorted({MOMENTUM if key in (CODES, ABSMAX) else key for key in keys})
 
     def read_state(self, tensor: Tensor, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a copy of elements ``start`` to ``stop`` of a tensor's state ``key``, fp32, 1-D."""
+        """Return a 1-D fp32 copy of elements ``start`` to ``stop`` of a tensor's state, such as ``momentum_buffer``."""
         state = self.state[tensor]
         if key == MOMENTUM and CODES in state:
             stop = tensor.numel() if stop is None else stop
@@ -377,8 +392,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def write_state(self, tensor: Tensor, key: str, values: Tensor, start: int = 0) -> None:
         """Write ``values``, of any shape and floating dtype, to a tensor's state ``key`` from element ``start`` on.
 
-        They are rounded to nearest. For an int8 momentum they must be all elements that ``tensor`` holds of one or
-        several parameters.
+        Values are rounded to nearest. With an int8 momentum, ``values`` must cover whole parameters: for each
+        parameter, all elements that are in ``tensor``, or none.
         """
         state, values = self.state[tensor], values.reshape(-1)
         if key == MOMENTUM and CODES in state:
@@ -433,7 +448,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.workspace.release()
 
     def _bind_on_first_use(self) -> bool:
-        """Call :meth:`bind` in plain PyTorch, where no engine has called it; return whether a step can be taken."""
+        """Call :meth:`bind` before the first step in plain PyTorch, where no DeepSpeed engine has done so.
+
+        Return whether a step can be taken.
+        """
         tensors = [p for group in self.param_groups for p in group["params"]]
         if all(p in self.specs for p in tensors):
             bind_whole(self, self._replicas)
@@ -447,7 +465,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
 
     def _is_finite(self) -> Agreed:
-        """Return whether the gradients of all ranks and groups are finite, so that the step is taken."""
+        """Return whether the gradients on all ranks are finite; if not, the step is skipped."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
         return agreed(self.has_finite_gradients(), is_common=True)
@@ -457,7 +475,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return are_finite([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
 
     def report_skip(self) -> None:
-        """Log that the step is skipped, once per step, on one rank."""
+        """Log on one rank, once per step, that the step is skipped because a gradient is not finite."""
         if self.context.is_logging and not self._is_skip_logged:
             self._is_skip_logged = True
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
@@ -477,7 +495,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return step.run(group, self.state, self._phase, self._stats)
 
     def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update an AdamW group; return an empty set, because AdamW updates parameters with a zero gradient, too."""
+        """Update an AdamW group and return an empty set, as AdamW also updates parameters whose gradient is zero."""
         tensors = [p for p in group["params"] if p.grad is not None]
         with self._phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]

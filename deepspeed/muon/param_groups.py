@@ -24,7 +24,7 @@ from deepspeed.muon.matrices.tp_sharding import whole_shape
 
 @dataclass(frozen=True)
 class Split:
-    """The result of :func:`split_groups`: the optimizer's parameter groups ("halves"), and where they come from."""
+    """The result of :func:`split_groups`: the optimizer's parameter groups ("halves"), and the user group of each."""
 
     #: The optimizer's parameter groups.
     halves: list[dict[str, Any]]
@@ -39,8 +39,9 @@ class Split:
 
 
 def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
-    """Split every group into a Muon half and an AdamW half, without frozen parameters and empty halves.
+    """Split each of the user's parameter groups into two: a Muon half and an AdamW half.
 
+    Frozen parameters and empty halves are left out.
     Each half has a key ``lr_ratio``: the half's learning rate divided by the user group's. Experts that are distributed
     over ranks get further halves with the keys by which ZeRO finds experts: ``moe``, true, and ``name``, the name of
     their process group.
@@ -68,7 +69,7 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
 
 
 def _checked(params: Any) -> list[dict[str, Any]]:
-    """Return ``params`` as parameter groups, each with a list of parameters. ``torch.optim.Optimizer`` checks them."""
+    """Return ``params`` as a list of parameter groups, after the checks of ``torch.optim.Optimizer``."""
     # Torch refuses a set as the ``params`` of a group, but accepts a frozenset there and a set of all parameters. The
     # order of any set differs between ranks, so all are passed on in the form that torch refuses.
     if isinstance(params, (set, frozenset)):
@@ -85,9 +86,10 @@ def _checked(params: Any) -> list[dict[str, Any]]:
 def _halves(
     group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
 ) -> tuple[list[dict[str, Any]], float]:
-    """Return one user group's halves, called ``{base}-muon`` and ``{base}-adam``, and the rate that a scheduler sees.
+    """Split one of the user's parameter groups; return (its halves, the learning rate that a scheduler sees).
 
-    ``where``: prefix of error messages. ``specs``, ``config``: as in :func:`split_groups`.
+    The halves are groups with the names ``{base}-muon`` and ``{base}-adam``. ``where``: prefix of error messages.
+    ``specs``, ``config``: as in :func:`split_groups`.
     """
     members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
@@ -181,7 +183,7 @@ def check_decay_rates(group: Mapping[str, Any]) -> None:
 
 
 def expert_group(param: Any) -> str:
-    """Return the name of the expert-parallel group that a parameter belongs to; empty if it is not an expert's.
+    """Return the name of a parameter's expert-parallel process group; "" if the parameter is not part of an expert.
 
     DeepSpeed sets ``allreduce = False`` on experts' parameters, because each rank has other experts.
     """
@@ -191,13 +193,13 @@ def expert_group(param: Any) -> str:
 def check_options(
     model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig, layers: Collection[nn.Module] | None
 ) -> dict[str, str]:
-    """Refuse options that have no effect on this model, and a model in which no matrix goes to Muon.
+    """Raise an error for options that have no effect on this model, or if Muon would update no matrix of it.
 
     ``layers``: the attention layers on which QK-clip acts; ``None`` without QK-clip.
 
     Returns:
-        For a pipeline stage: option without effect in this stage -> the error message if no other stage uses it.
-        For a whole model an empty dict.
+        For a pipeline stage: {option without effect in this stage: error message}. The caller raises the error if the
+        option has no effect in any stage. For a whole model: an empty dict.
 
     Raises:
         MuonConfigError: an option has no effect on a whole model, or an update rule does not fit a matrix.
@@ -245,9 +247,9 @@ def check_patterns(model: nn.Module, config: MuonConfig) -> None:
 
 
 def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
-    """Raise MuonConfigError with the messages ``unused`` (option -> message), if there are any.
+    """Raise MuonConfigError with the messages in ``unused``: {option without effect: message}.
 
-    For a pipeline stage return them instead, because another stage may use the option.
+    For a pipeline stage return ``unused`` instead, because another stage may use the option.
     """
     if unused and stages_of(model) == 1:
         raise MuonConfigError("\n".join(unused.values()))

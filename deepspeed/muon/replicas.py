@@ -25,9 +25,10 @@ from deepspeed.muon.tuning import Candidates, has_bf16, may_time
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
-    """Return (the user's module, DDP's process group or ``None``) from a module that may be wrapped.
+    """Return (the user's module, DDP's process group) of a model that DDP or ``torch.compile`` may have wrapped.
 
-    Raise UnsupportedError if the parameters are sharded, by FSDP or as DTensors.
+    The process group is ``None`` without DDP. Raise UnsupportedError if the parameters are sharded, by FSDP or as
+    DTensors.
     """
     inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     is_ddp = isinstance(inner, DistributedDataParallel)
@@ -50,7 +51,7 @@ def _sharded_by(module: nn.Module) -> str | None:
 
 
 def bind_whole(optimizer: Any, replicas: Any) -> None:
-    """Call ``optimizer.bind`` if its tensors are whole parameters.
+    """Call ``optimizer.bind`` in plain PyTorch, with or without DDP, where every rank has whole parameters.
 
     ``replicas``: DDP's process group; ``None`` without DDP.
     """
@@ -86,13 +87,15 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
-    """Check that all DDP ranks have the same settings and plan, and make the process groups of owners; a collective.
+    """Check that all DDP ranks have the same settings and plan, and create missing process groups; a collective.
 
-    Called in every step, because one rank may have loaded another state since the last step.
+    The process groups connect ranks that orthogonalize one matrix together. ``replicas``: DDP's group. Called in every
+    step, because one rank may have loaded another state since the last step.
 
     Raises:
-        RuntimeError: the ranks differ.
-        UnsupportedError: DDP uses only some of the job's ranks, and only some of these would own a matrix together.
+        RuntimeError: settings or plans differ between ranks.
+        UnsupportedError: DDP uses only some of the job's ranks, and ``owners_per_matrix`` is neither 1 nor
+            their number.
     """
     start_watchdog()
     unavailable = sorted(kind for kind, reason in optimizer.context.unavailable.items() if reason)
@@ -114,9 +117,10 @@ def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> N
 
 
 def _make_sets(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
-    """Make DDP's missing process groups of ranks that own matrices together; a collective if any is missing.
+    """Create the process groups of ranks that orthogonalize one matrix together, unless all of them exist.
 
-    ``sets``: the sets of such ranks to which this rank belongs; all of DDP's ranks have sets of the same sizes.
+    ``sets``: the ranks of each group to which this rank belongs, such as ``[(0, 1), (0, 1, 2, 3)]``. All DDP ranks pass
+    the same sizes. ``group``: DDP's process group. Creating groups is a collective.
     """
     if all(map(is_made, sets)):
         return

@@ -37,7 +37,7 @@ WEIGHTS_ALONE = (
 
 @dataclass(frozen=True)
 class AsSaved:
-    """A momentum on its way through ``Optimizer.load_state_dict``, which would cast it if it were a bare tensor."""
+    """A wrapper that keeps ``Optimizer.load_state_dict`` from casting a loaded momentum to its parameter's dtype."""
 
     tensor: Tensor
     #: The dtype in which the saved run kept the momentum; a saved int8 momentum is fp32 in the file.
@@ -45,9 +45,10 @@ class AsSaved:
 
 
 class SavedForm:
-    """Hooks on an optimizer that convert its state after ``state_dict``, and before and after ``load_state_dict``.
+    """The ``state_dict`` and ``load_state_dict`` hooks that convert an optimizer's state to and from its form in files.
 
-    An engine sets the attributes below; in plain PyTorch they keep their defaults.
+    For example, files contain an int8 momentum as fp32. A DeepSpeed engine sets the attributes below; in plain PyTorch
+    they keep their defaults.
     """
 
     #: Whether saves rename the momentum for DeepSpeed's converter, and loads refuse a checkpoint of another routing.
@@ -66,7 +67,7 @@ class SavedForm:
     # ---- saving -------------------------------------------------------------------------------------------------
 
     def save(self, optimizer: Any, saved: Saved) -> None:
-        """Convert the new state dict ``saved`` into its saved form, in place; leave the optimizer's state unchanged."""
+        """Convert the state dict ``saved`` to its form in files, in place; the hook after ``state_dict``."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         state, groups = saved["state"], saved["param_groups"]
         for group in groups:
@@ -104,9 +105,10 @@ class SavedForm:
     # ---- loading ------------------------------------------------------------------------------------------------
 
     def before_load(self, optimizer: Any, saved: Saved) -> Saved:
-        """Return ``saved`` with each momentum as an :class:`AsSaved` under the key ``momentum_buffer``.
+        """Return a copy of the state dict ``saved`` that torch can load; the hook before ``load_state_dict``.
 
-        Raise ValueError if an engine's checkpoint assigns other parameters to Muon than this run.
+        Each momentum becomes an :class:`AsSaved` under the key ``momentum_buffer``. Raise ValueError if an engine's
+        checkpoint assigns other parameters to Muon than this run.
         """
         state, groups = dict(saved["state"]), [dict(group) for group in saved["param_groups"]]
         if self.is_convertible:
@@ -129,7 +131,10 @@ class SavedForm:
 
     @torch.no_grad()
     def load(self, optimizer: Any) -> None:
-        """Finish a load: convert each momentum, move loaded values into the existing tensors, and bind again."""
+        """Convert the loaded momentum, copy loaded values into existing state tensors, and plan the steps again.
+
+        This is the hook after ``load_state_dict``.
+        """
         for group in optimizer.param_groups:
             # Muon groups saved by older versions have no betas; torch's schedulers cycle the betas of every group.
             group.setdefault("betas", optimizer.config.betas)
@@ -182,13 +187,16 @@ def _is_alike(value: Tensor, target: Any) -> bool:
 
 
 def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups from a loaded checkpoint file of a DeepSpeed optimizer wrapper or its converter."""
+    """Return the parameter groups in ``saved``, the optimizer state of a DeepSpeed or universal checkpoint file."""
     inner = saved.get("optimizer_state_dict", saved)
     return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
 
 
 def group_kinds(groups: Groups) -> list[bool | None]:
-    """Return for each group ``use_muon``: True for Muon, False for AdamW, ``None`` if another optimizer saved it."""
+    """Return for each saved parameter group whether Muon (True) or AdamW (False) updated it.
+
+    ``None`` stands for a group that an optimizer other than :class:`MuonWithAuxAdam` saved.
+    """
     return [group.get("use_muon") for group in groups]
 
 
@@ -203,15 +211,15 @@ def fused_names(optimizer: Any) -> list[str]:
 
 
 def block_hashes(optimizer: Any) -> dict[str, str]:
-    """Return parameter name -> hash of where its matrices lie, for each parameter that consists of several matrices."""
+    """Return {parameter name: hash of how the parameter is split}, for parameters that are split into matrices."""
     cut = [spec for spec in optimizer.specs.values() if len(spec.blocks) > 1]
     return {s.name: short_hash(str([(b.offset, b.rows, b.cols, b.bands) for b in s.blocks]), 8) for s in cut}
 
 
 def muon_facts(optimizer: Any) -> dict[str, str]:
-    """Return name -> hash from :func:`block_hashes`, or "" for a single matrix, of each parameter that Muon updates.
+    """Return {parameter name: hash} for all parameters that Muon updates, in all pipeline stages.
 
-    It covers the parameters of all pipeline stages.
+    The hash is that of :func:`block_hashes`; "" for a parameter that is a single matrix.
     """
     if optimizer.context.muon_of_all_stages is not None:
         return optimizer.context.muon_of_all_stages
@@ -230,7 +238,10 @@ def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
 
 
 def check_groups(optimizer: Any, groups: Groups) -> None:
-    """Raise ValueError if :func:`routing_difference` returns a message; warn if parameters are split differently."""
+    """Raise ValueError if Muon updated other parameters in a saved run; see :func:`routing_difference`.
+
+    ``groups``: the saved parameter groups. Warn if the saved run split a parameter into other matrices.
+    """
     if text := routing_difference(optimizer, groups):
         raise ValueError(text)
     ours = block_hashes(optimizer)
@@ -281,10 +292,11 @@ def routing_difference(
 
 
 def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings after a load: the saved ones, as with torch's optimizers; warn if the config differs.
+    """Return the settings of a parameter group after a load: the saved ones, as with torch's optimizers.
 
-    The config's ``lr_ratio`` and the marks of experts are kept. There is no warning about learning rates, which
-    schedules change, nor about the choices that were made for the machine, such as ``ns_choice``.
+    Warn about settings that differ from those of ``current``, the group before the load. The keys ``lr_ratio``,
+    ``name`` and ``moe`` keep their values from ``current``. There is no warning about learning rates, which schedules
+    change, nor about the choices that were made for the machine, such as ``ns_choice``.
     """
     # Not the config's rates: a rate that the script has lowered by hand would jump back on every resume.
     if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):

@@ -22,12 +22,12 @@ HALF_OF = {"betas": False, "momentum": True}
 
 
 class UserGroup(UserDict):
-    """One parameter group as the user gave it: a view of its halves in ``optimizer.param_groups``.
+    """A view of one parameter group that the user passed, which the optimizer has split into a Muon and an AdamW half.
 
     Reading ``lr`` computes it from the halves. Writing ``lr`` or ``initial_lr`` sets it in each half, times the half's
     ``lr_ratio``. ``betas`` are read from and written to the AdamW half, ``momentum`` from and to the Muon half. Other
-    keys that a scheduler writes are stored here. ``indices``: of the halves. ``lr``, ``betas``: values to
-    return if no half has the key.
+    keys that a scheduler writes are stored in this object. ``indices``: positions of the halves in
+    ``optimizer.param_groups``. ``lr``, ``betas``: values to return if no half has the key.
     """
 
     def __init__(self, optimizer: Optimizer, indices: Sequence[int], lr: float, betas: tuple[float, float]) -> None:
@@ -64,7 +64,9 @@ class UserGroup(UserDict):
 
 
 class UserGroups(Optimizer):
-    """A stand-in for ``optimizer`` to pass to a scheduler: ``param_groups`` are the user's groups; ``step`` is a no-op.
+    """An object to pass to a learning-rate scheduler in place of ``optimizer``.
+
+    Its ``param_groups`` are the groups that the user passed, as :class:`UserGroup`; its ``step`` does nothing.
 
     ``origins`` and ``lrs``: for each of the user's groups, the indices of its halves and its learning rate.
     """

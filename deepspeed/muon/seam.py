@@ -57,7 +57,10 @@ def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
 
 @contextmanager
 def replaced(owner: Any, **functions: Callable) -> Iterator[None]:
-    """Replace attributes of ``owner`` inside the context. Each keyword is an attribute's name; see :func:`replace`."""
+    """Replace methods or functions of ``owner`` in the ``with`` block: ``replaced(owner, name=function)``.
+
+    See :func:`replace` for how ``function`` is called.
+    """
     with ExitStack() as undo:
         for name, function in functions.items():
             undo.callback(replace(owner, name, function))

@@ -34,7 +34,7 @@ Actions = dict[str, str]
 
 @dataclass(frozen=True)
 class Source:
-    """The optimizer state of another run."""
+    """The optimizer state of another run, from which :func:`write_state` imports; read one parameter at a time."""
 
     #: What the log calls this source.
     title: str
@@ -47,13 +47,13 @@ class Source:
 
 
 def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> Actions:
-    """Decide how the state of the parameters ``specs`` is imported.
+    """Return {parameter name: key of :data:`ACTIONS`}, how the state of each parameter in ``specs`` is to be imported.
 
-    ``choice``: the config's ``import_momentum``, for parameters that AdamW updated and Muon updates now. ``"zero"``
-    also covers the opposite change; ``None`` covers neither.
+    ``choice``: the config's ``import_momentum``. It decides for parameters that AdamW updated and Muon updates now.
+    ``"zero"`` also decides for the opposite change; with ``None``, both changes raise an error.
 
     Raises:
-        ImportStateError: ``source`` lacks a parameter, or ``choice`` does not cover a parameter's change.
+        ImportStateError: ``source`` lacks a parameter, or ``choice`` does not decide for one.
     """
     actions: Actions = {}
     texts = {
@@ -80,10 +80,10 @@ def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None)
 
 
 def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actions: Actions) -> None:
-    """Write this rank's part of the imported state of a partition's parameters into the bound optimizer's tensors.
+    """Import the state of a partition's parameters into the optimizer's state tensors on this rank.
 
-    Parameters that are not in ``actions`` keep their state. The step count of a tensor that holds several parameters
-    becomes the largest of theirs; a group of AdamW notes for the others how many of these steps they missed.
+    Parameters that are not in ``actions`` keep their state. A tensor that holds several parameters gets the largest of
+    their step counts. An AdamW group also stores how many of these steps each of the other parameters missed.
     """
     group, made = optimizer.param_groups[partition.index], dict[str, float]()
     for shard in partition.shards:
@@ -118,7 +118,7 @@ def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source
 
 
 def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
-    """Log for each parameter group how many parameters had their state imported, and how."""
+    """Log for each parameter group the number of imported parameters for each way of import (:data:`ACTIONS`)."""
     for index, group in enumerate(optimizer.param_groups):
         shards = (shard for part in optimizer.all_partitions if part.index == index for shard in part.shards)
         names = dict.fromkeys(shard.spec.name for shard in shards)
@@ -130,7 +130,7 @@ def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> 
 
 
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
-    """Warn about fused parameters that this run splits into several matrices and the source's Muon may not have."""
+    """Warn about fused parameters (such as QKV) that the other run's Muon may have orthogonalized unsplit."""
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             "deepspeed-muon: %d fused parameters (first: %s) are now updated as several matrices; if %s updated each "
@@ -150,13 +150,13 @@ def import_state(
 ) -> None:
     """Import the state of a plain PyTorch optimizer into an engine's optimizer. Call it on every rank.
 
-    Parameters that are not in the state_dict keep their state, so one call can import a Muon and another the AdamW that
-    was used with it. Weights, schedules and DeepSpeed's counters do not change.
+    Parameters that are not in the state_dict keep their state, so one call can import the state of a Muon, and a second
+    call the state of the AdamW that was used with it. Weights, schedules and DeepSpeed's counters do not change.
 
     Args:
         engine: a DeepSpeed engine that uses this package's Muon.
         state_dict: the state_dict of ``torch.optim.Muon``, of a Muon in Keller Jordan's style, or of torch's Adam or
-            AdamW. It has per parameter ``momentum_buffer``, or ``exp_avg``, ``exp_avg_sq`` and ``step``, in the
+            AdamW. It has for each parameter ``momentum_buffer``, or ``exp_avg``, ``exp_avg_sq`` and ``step``, in the
             parameter's shape.
         convention: how ``momentum_buffer`` was computed: ``"ema"``: buf = momentum * buf + (1 - momentum) * grad, as in
             ``torch.optim.Muon``; ``"sum"``: buf = momentum * buf + grad, which the import multiplies by 1 - momentum.
@@ -184,9 +184,9 @@ def import_state(
 
 
 def momentum_policy(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
-    """Return the ``choice`` for :func:`plan_import`: ``import_momentum``, but ``None`` if it is a mere default.
+    """Return the argument ``choice`` of :func:`plan_import`: the config's ``import_momentum``.
 
-    The default is used only if ``source`` is from a run without Muon.
+    Return ``None`` if the user has not set it and the other run used Muon, too.
     """
     is_set = "import_momentum" in optimizer.config.model_fields_set
     return optimizer.config.import_momentum if is_set or not any(source.is_muon.values()) else None
@@ -239,7 +239,11 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
 def _problems(
     specs: Mapping[str, MatrixSpec], entries: Mapping[str, Mapping[str, Any]], decays: Mapping[str, Any], is_sum: bool
 ) -> Iterator[str]:
-    """Yield texts on what does not fit: name -> spec, saved state (``entries``) and saved ``momentum`` (``decays``)."""
+    """Yield an error text for each way in which a state_dict does not fit the model.
+
+    Keys of all three dicts are parameter names. ``entries``: the saved state. ``decays``: the saved ``momentum``.
+    ``is_sum``: the convention of the momentum is "sum".
+    """
     for name, entry in entries.items():
         keys = [keys for keys in KEYS.values() if all(isinstance(entry.get(key), Tensor) for key in keys)]
         if name not in specs:

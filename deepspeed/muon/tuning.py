@@ -57,9 +57,9 @@ Candidate = tuple[str, str]
 
 @dataclass(frozen=True)
 class Tuning:
-    """The choice of dtype, methods and kernels for Newton-Schulz, and the measured rates by which it was made.
+    """The result of :meth:`Candidates.choose`: the chosen dtype, methods and kernels of Newton-Schulz.
 
-    ``rates``: those of the slowest rank; empty if nothing was timed.
+    ``rates``: operations per second that were measured on the slowest rank; empty if nothing was timed.
     """
 
     choice: Choice
@@ -76,9 +76,10 @@ class Tuning:
     def log_saved_choice(
         self, saved: Choice, shapes: Mapping[Shape, int], schedule: Schedule, tables: Collection[str]
     ) -> None:
-        """Log ``saved``, a checkpoint's choice, if it replaces another choice of this run.
+        """Log ``saved``, the choice in a checkpoint, if it replaces another choice of this run.
 
-        Warn instead if ``saved`` needs kernels that are not in ``tables``, or if another choice is much faster here.
+        Warn instead if ``saved`` is unavailable on this machine or much slower than another choice.
+        ``shapes``: (rows, columns) -> number of matrices. ``tables``: names of the kernels that are available.
         """
         speedup = self.speedup_over(saved, shapes, schedule)
         if absent := sorted(saved.tables - set(tables)):
@@ -101,7 +102,7 @@ class Tuning:
             logger.info("deepspeed-muon: Newton-Schulz continues in %s", self.log_text(saved))
 
     def log_text(self, choice: Choice) -> str:
-        """Return a line for the log: ``choice``, and why it was made."""
+        """Return a text for the log: the dtype, methods and kernels in ``choice``, and why they were chosen."""
         recipes = [str(recipe) for recipe in choice.recipes.values()]
         how = ", ".join(f"{recipes.count(one)} of {len(recipes)} shapes by {one}" for one in dict.fromkeys(recipes))
         if choice != self.choice:
@@ -115,7 +116,10 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What to choose from: dtypes (most exact first), methods (default first), tables of kernels (torch's first)."""
+    """The dtypes, methods and kernels from which those of Newton-Schulz are chosen.
+
+    Order of each: the most exact dtype first, the default method first, plain PyTorch's kernels first.
+    """
 
     dtypes: tuple[str, ...]
     methods: tuple[str, ...]
@@ -153,7 +157,7 @@ class Candidates:
     def choose_untimed(self, shapes: Mapping[Shape, int]) -> Tuning:
         """Choose without timing: the default dtype, and for each shape the method with fewer operations.
 
-        The kernels are those of the last table on a CPU, and plain PyTorch's on other devices.
+        On a CPU, the last entry of ``tables`` is used; on other devices, plain PyTorch's kernels.
         """
         table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
         return Tuning(fewest_operations(shapes, self.schedule, self.default_dtype, self.methods, table))
@@ -166,7 +170,7 @@ class Candidates:
         is_logging_rank: bool = True,
         slowest: Callable[[Callable[[], Rates]], Rates] = lambda measure: measure(),
     ) -> Tuning:
-        """Time the candidates and choose the fastest. With one dtype and one table call :meth:`choose_untimed` instead.
+        """Time the candidates and return the fastest; with only one dtype and one set of kernels, do not time.
 
         Args:
             shapes: (rows, columns) -> number of matrices in the model.
@@ -200,9 +204,9 @@ def measure_rates(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rates:
-    """Time one iteration of Newton-Schulz; return dtype -> table -> operations per second.
+    """Time one iteration of Newton-Schulz; return {dtype: {name of kernels: operations per second}}.
 
-    It is timed on matrices of the shape that takes most time in a step. Kernels that raise an error, or whose result
+    The matrices have the shape that takes most time in a step. Kernels that raise an error, or whose result
     differs from plain PyTorch's, are left out with a warning; those that a short trial finds far slower, without one.
 
     Args:
@@ -242,9 +246,9 @@ def _operations(rows: int, cols: int) -> int:
 
 
 def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> Tensor:
-    """Return random fp32 matrices ``[batch, rows, cols]``, rows <= cols, each row with a norm of about 1.
+    """Return a random fp32 tensor ``[batch, rows, cols]`` to time, rows <= cols, each row with a norm of about 1.
 
-    ``shape`` is halved until one iteration has at most ``limit`` operations. ``count``: the maximum number of matrices.
+    ``shape`` is halved until one iteration has at most ``limit`` operations. ``count``: the maximum of ``batch``.
     """
     rows, cols = sorted(shape)
     while _operations(rows, cols) > limit and rows > 1:
@@ -259,7 +263,10 @@ def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> T
 def _shortest_runs(
     x: Tensor, candidates: Collection[Candidate], tables: Mapping[str, Operations], clock: Callable[[], float]
 ) -> dict[Candidate, float]:
-    """Return candidate -> seconds of its shortest run on ``x``. Warn about candidates that fail, and leave them out."""
+    """Return {(dtype, name of kernels): seconds of the shortest run on ``x``}.
+
+    Candidates that fail are left out, with a warning.
+    """
     work, in_dtype = Workspace(), {dtype: x.to(DTYPES[dtype]) for dtype, _ in candidates}
     shortest: dict[Candidate, float] = {}
     for dtype, name in candidates:
@@ -295,9 +302,9 @@ def _check(table: Operations, x: Tensor, work: Workspace) -> None:
 
 
 def may_time() -> bool:
-    """Return whether kernels may be chosen by timing.
+    """Return whether kernels may be chosen by timing them.
 
-    Not under ``torch.use_deterministic_algorithms``, because in two runs different kernels may be the fastest.
+    Return False under ``torch.use_deterministic_algorithms``, because another run may find other kernels fastest.
     """
     return not torch.are_deterministic_algorithms_enabled()
 
@@ -319,19 +326,19 @@ def has_bf16(device_type: str, supported: bool | None = None) -> bool:
 
 
 def keep_dtype_hint(dtype: str) -> str:
-    """Return the hint, for the log, that keeps this dtype in later runs.
+    """Return a text for the log: the setting with which later runs use the dtype ``dtype``, too.
 
-    Dtypes are timed at every start, and another one may be the fastest then.
+    Without it, every start times the dtypes again and may choose another one.
     """
     return f'"ns_dtype": "{dtype}" in optimizer.params keeps this dtype in new runs'
 
 
 def resume_choice(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choice:
-    """Return the choice for a parameter group, and store it in the group's ``ns_choice``, which checkpoints contain.
+    """Return the Newton-Schulz dtype, methods and kernels for a parameter group; store them in ``group["ns_choice"]``.
 
-    If a loaded checkpoint has set ``ns_choice``, the shapes in it keep their methods and kernels, so that a resumed run
-    gets the same bits; other shapes get those of ``default``. ``ns_dtype``: the config's; ``auto`` keeps the dtype of
-    the checkpoint.
+    Checkpoints contain ``ns_choice``. After a load, shapes of matrices in it keep their methods and kernels, so that
+    a resumed run is bitwise the same; other shapes get those of ``default``. ``ns_dtype``: the config's value; ``auto``
+    keeps the dtype of the checkpoint.
     """
     choice = default
     if "ns_choice" in group:

@@ -54,7 +54,10 @@ MOST_MISSING = 2
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, quote: str = "", cutoff: float = 0.6) -> str:
-    """Return "did you mean X?" with the known word X most similar to ``word``; ``otherwise`` if none is similar."""
+    """Return the text "did you mean X?", where X is the word of ``known`` that is most similar to ``word``.
+
+    Return the text ``otherwise`` if no known word has a similarity of ``cutoff`` (0 to 1). ``quote`` is put around X.
+    """
     near = nearest(word, known, cutoff)
     return f"did you mean {quote}{near}{quote}?" if near else otherwise
 
@@ -74,7 +77,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def listed(choices: Sequence[Any]) -> str:
-    """Return the choices as text, such as "a, b or c"."""
+    """Return ``choices`` joined into a text: "a, b or c" for ``["a", "b", "c"]``."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -89,7 +92,8 @@ def allowed(field: FieldInfo) -> str:
 def expected(item: Mapping[str, Any], value: Any, values: str = "") -> str:
     """Return "expected <values>", with a hint if ``value`` looks like a misspelt choice or a quoted number or flag.
 
-    ``item``: an entry of ``pydantic.ValidationError.errors()``; the choices it names are used if ``values`` is empty.
+    ``item``: an entry of ``pydantic.ValidationError.errors()``. ``values``: a text that names the allowed values; if
+    it is empty, the choices in pydantic's message are used.
     """
     words = re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))
     choices = [word for word in dict.fromkeys(words) if word != "or"]
@@ -102,12 +106,15 @@ def expected(item: Mapping[str, Any], value: Any, values: str = "") -> str:
 
 
 def own_words(item: Mapping[str, Any]) -> str:
-    """Return the message of a pydantic error, without the prefix "Value error, " of errors from our validators."""
+    """Return the message of ``item``, an entry of ``pydantic.ValidationError.errors()``.
+
+    The prefix "Value error, ", which pydantic adds to an error from a validator, is removed.
+    """
     return str(item["msg"]).removeprefix("Value error, ")
 
 
 def unknown_inside(key: Any, known: Collection[str]) -> str:
-    """Return the message about an unknown ``key`` in an object that is the value of another key.
+    """Return the error message about an unknown ``key`` in a nested JSON object, such as the value of ``qk_clip``.
 
     ``known``: the valid keys of that object.
     """
@@ -117,7 +124,9 @@ def unknown_inside(key: Any, known: Collection[str]) -> str:
 def explain(
     item: Mapping[str, Any], params: Mapping[str, Any], model: type[BaseModel], known: Sequence[str], where: str
 ) -> str:
-    """Return a one-line message about an error: the key, its value, what is allowed and the nearest valid spelling.
+    """Return a one-line message about a validation error.
+
+    The message names the key, its value, the allowed values and, for a misspelt key, the most similar valid one.
 
     Args:
         item: an entry of ``pydantic.ValidationError.errors()``, or a dict with its keys ``loc`` and ``type``.
@@ -158,7 +167,7 @@ def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: S
 
 
 def _of_string(value: str, values: str) -> str:
-    """Return advice about a string where a flag or number is expected; an empty text if there is none to give.
+    """Return advice for a user who wrote a string where a flag or number is expected; "" if there is no advice.
 
     ``values``: the text that says what is allowed, such as ``true or false``.
     """
@@ -171,7 +180,7 @@ def _of_string(value: str, values: str) -> str:
 
 
 def _special(key: str, value: Any) -> str:
-    """Return advice about a mistake that users often make, such as ``wire_dtype: fp16``; an empty text for others."""
+    """Return advice if ``key: value`` is a frequent mistake, such as ``wire_dtype: fp16``; otherwise ""."""
     text = str(value).lower()
     if key == "wire_dtype" and text in ("fp16", "float16", "half"):
         return "fp16 is not supported, because gradients underflow in it; use bf16 or fp32"

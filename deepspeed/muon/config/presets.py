@@ -103,9 +103,10 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
-    """Add to a MuonConfigError that is raised in the context which of the keys in its text are set by the preset.
+    """Extend the message of a MuonConfigError that the ``with`` block raises, and raise it again.
 
-    ``params``: the user's ``optimizer.params``, whose key ``preset`` names the preset.
+    The added text says which of the keys in the message were set by the preset, not by the user. ``params``: the user's
+    ``optimizer.params``, whose key ``preset`` names the preset.
     """
     try:
         yield

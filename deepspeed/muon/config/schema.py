@@ -25,10 +25,10 @@ from deepspeed.muon.math.schedules import Schedules
 
 
 class MuonConfig(BaseModel):
-    """All settings of the optimizer. Unknown keys are refused.
+    """All settings of the optimizer, which are the keys of ``optimizer.params`` in ds_config. Unknown keys are refused.
 
-    Rates are per step, times in steps. Keys that stock DeepSpeed also has keep its defaults.
-    The Muon half is the parameters that Muon updates, the AdamW half all others.
+    Durations are in steps. Keys that stock DeepSpeed also has keep DeepSpeed's defaults. "Muon half" means the
+    parameters that Muon updates, "AdamW half" all other parameters.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
@@ -156,7 +156,7 @@ class MuonConfig(BaseModel):
 
     @property
     def schedule(self) -> coefficients.Schedule:
-        """Return the Newton-Schulz coefficients, one triple per step."""
+        """Return the Newton-Schulz coefficients: a triple (a, b, c) for each Newton-Schulz iteration."""
         return coefficients.schedule(self.ns_coefficients, self.ns_steps)
 
     @property
@@ -174,7 +174,10 @@ class MuonConfig(BaseModel):
 
     @property
     def most_owners(self) -> int | None:
-        """Return 1 with update rules or AOL, which need whole rows and columns; otherwise ``owners_per_matrix``."""
+        """Return the maximum number of ranks that orthogonalize one matrix together; ``None`` if it is not limited.
+
+        It is 1 with NorMuon, MuonEq, Muon+ or AOL, which need whole matrices; otherwise ``owners_per_matrix``.
+        """
         return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
 
     @property
@@ -184,7 +187,7 @@ class MuonConfig(BaseModel):
 
     @property
     def of_preset(self) -> dict[str, Any]:
-        """Return key -> value for the values of the preset that the user has not overridden."""
+        """Return {key: value} for the preset's settings that the user has not overridden; empty without a preset."""
         if self.preset == "none":
             return {}
         values = PRESETS[self.preset].values
@@ -199,7 +202,7 @@ class MuonConfig(BaseModel):
 
     @property
     def beyond_muon(self) -> list[str]:
-        """Return texts for the log that name the options beyond plain Muon, except QK-clip, which has its own text."""
+        """Return texts for the log, one for each option in use that plain Muon does not have, except QK-clip."""
         decay = "cautious weight decay" if self.cautious_weight_decay else ""
         return [text for text in (str(self.rules), str(self.schedules), decay) if text]
 
@@ -237,7 +240,7 @@ class MuonConfig(BaseModel):
 
     @property
     def sets_a_rate(self) -> bool:
-        """Return whether any learning rate is set."""
+        """Return whether the config sets a learning rate: ``lr``, or that of Muon or AdamW alone."""
         return any(rate is not None for rate in (self.lr, self.muon_lr, self.adam_lr))
 
     @property
@@ -247,9 +250,9 @@ class MuonConfig(BaseModel):
         return next((lr for lr in candidates if lr), 0.0)
 
     def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """Return a copy of this config for a parameter group that has settings of its own.
+        """Return a copy of this config for a parameter group, with the group's own settings in place of the config's.
 
-        ``own``: these settings, with keys in :data:`GROUP_KEYS`. ``where``: prefix of error messages,
+        ``own``: the group's settings, with keys in :data:`GROUP_KEYS`. ``where``: prefix of error messages,
         which names the group.
 
         Raises:
@@ -287,7 +290,7 @@ class MuonConfig(BaseModel):
         }
 
     def digest(self) -> str:
-        """Return a hash of all settings, by which ranks check that they have the same."""
+        """Return a hash of all settings. Ranks compare it to check that their settings are equal."""
         return hashlib.sha256(f"{self.scale} {self.model_dump_json(exclude={'adjust_lr_fn'})}".encode()).hexdigest()[
             :16
         ]

@@ -174,7 +174,7 @@ WireDtype = Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(_canonica
 
 
 class ClipOptions(BaseModel):
-    """The value of ``qk_clip``."""
+    """The settings of QK-clip: the keys of the object ``qk_clip`` in ``optimizer.params``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -193,7 +193,11 @@ OURS, STOCK, TORCH_MUON, KERAS = "deepspeed-muon", "stock DeepSpeed", "`torch.op
 
 
 def field(default: Any, source: str = OURS, unit: str = "") -> Any:
-    """Return a pydantic field; ``source``, ``unit`` and the docstring below the field go to docs/configuration.md."""
+    """Return a pydantic field with the default value ``default``.
+
+    ``source``: where the default comes from. ``unit``: the unit of the value. docs/configuration.md prints both,
+    and the docstring that follows the field.
+    """
     return Field(default, json_schema_extra={"source": source, "unit": unit})
 
 
