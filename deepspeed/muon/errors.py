@@ -25,7 +25,7 @@ class CheckpointError(ValueError):
 
 
 class CallOrderError(RuntimeError):
-    """A method of the DeepSpeed engine was called too early; nothing has changed. The message names the call that must come first."""
+    """A DeepSpeed engine method was called too early; nothing has changed. The message names the call to make first."""
 
 
 class ImportStateError(ValueError):

@@ -485,8 +485,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         step = self._steps.get(group["params"][0])
         if step is None:
             raise RuntimeError(
-                f"the tensors of parameter group {group['name']!r} were replaced after steps were planned; "
-                "build a new optimizer after replacing parameters"
+                f"the tensors of parameter group {group['name']!r} were replaced after the optimizer had "
+                "planned its steps; build a new optimizer after replacing parameters"
             )
         states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]
         if self._schedules != Schedules():

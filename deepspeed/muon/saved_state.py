@@ -171,7 +171,7 @@ def _cast_momentum(optimizer: Any) -> None:
             state[MOMENTUM] = saved.tensor.to(dtype=dtype, device=tensor.device)
     for was, now in changes:
         logger.warning(
-            "deepspeed-muon: the checkpoint's momentum is %s; converted to %s, by optimizer.params.momentum_dtype",
+            "deepspeed-muon: the checkpoint's momentum is %s; converted to %s, as optimizer.params.momentum_dtype says",
             str(was).removeprefix("torch."),
             str(now).removeprefix("torch."),
         )

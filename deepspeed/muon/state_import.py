@@ -126,7 +126,12 @@ def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> 
         counts = Counter(ACTIONS[actions[name]].format(key=keys) for name in names if name in actions)
         if counts:
             kinds = ", ".join(f"{count} x {text}" for text, count in counts.items())
-            logger.info("deepspeed-muon: parameter group %s: imported from %s: %s", group["name"], source.title, kinds)
+            logger.info(
+                "deepspeed-muon: optimizer state of parameter group %s: imported from %s: %s",
+                group["name"],
+                source.title,
+                kinds,
+            )
 
 
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
@@ -134,7 +139,7 @@ def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) 
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             "deepspeed-muon: %d fused parameters (first: %s) are now updated as several matrices; if %s updated each "
-            'as one, "muon_fused": "whole" keeps that',
+            'as one, set "muon_fused": "whole" in optimizer.params to keep that',
             len(names),
             names[0],
             source.title,
@@ -169,7 +174,8 @@ def import_state(
     optimizer = engine.basic_optimizer
     if getattr(engine.optimizer, "swap_optimizer", False):
         raise ImportStateError(
-            "import_state cannot write state that is offloaded to NVMe; import with CPU offload, then save a checkpoint"
+            "import_state cannot write state that is offloaded to NVMe; "
+            "import with CPU offload, save a checkpoint, and resume it with NVMe"
         )
     if convention not in ("ema", "sum"):
         raise ImportStateError(f'convention: got {convention!r}, expected "ema" or "sum"')

@@ -185,8 +185,9 @@ class Candidates:
         compiled = [name for name in self.tables if name != TORCH and self.device.type != "cpu"]
         if compiled and is_logging_rank:
             logger.info(
-                "deepspeed-muon: compiling and timing the kernels of %s in %s for the matrices of this model; this "
-                "takes about a minute per dtype at the first start on a machine; later starts reuse the kernels",
+                "deepspeed-muon: compiling and timing the Newton-Schulz kernels of %s in %s for the matrices of "
+                "this model; this takes about a minute per dtype at the first start on a machine; later starts reuse "
+                "the kernels",
                 " and ".join(compiled),
                 ", ".join(self.dtypes),
             )
@@ -274,7 +275,9 @@ def _shortest_runs(
             _check(tables[name], in_dtype[dtype], work)
             shortest[dtype, name] = float("inf")
         except Exception as error:  # a kernel that does not compile or run must not end the training
-            logger.warning("deepspeed-muon: the kernels of %s fail in %s and are not used: %s", name, dtype, error)
+            logger.warning(
+                "deepspeed-muon: the Newton-Schulz kernels of %s fail in %s and are not used: %s", name, dtype, error
+            )
     spent = dict.fromkeys(shortest, 0.0)
     for _ in range(RUNS):
         for dtype, name in shortest:

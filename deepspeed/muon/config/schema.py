@@ -140,14 +140,19 @@ class MuonConfig(BaseModel):
                 "remove one of the two"
             )
         if "momentum_warmup_steps" in self.model_fields_set and self.momentum_start is None:
-            raise ValueError("momentum_warmup_steps: has an effect only with momentum_start; set that too or remove it")
+            raise ValueError(
+                "momentum_warmup_steps: has an effect only with momentum_start; set momentum_start too or "
+                "remove momentum_warmup_steps"
+            )
         if self.owners_per_matrix not in (None, 1) and self.most_owners == 1:
             needs = str(self.rules) or "ns_normalization aol"
             raise ValueError(
                 f"owners_per_matrix: must be 1 with {needs}, which needs whole matrices; remove one of the two"
             )
         if "normuon_beta2" in self.model_fields_set and not self.normuon:
-            raise ValueError("normuon_beta2: has an effect only with normuon; set normuon to true or remove it")
+            raise ValueError(
+                "normuon_beta2: has an effect only with normuon; set normuon to true or remove normuon_beta2"
+            )
         if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
             raise ValueError("ns_dtype: the range of fp16 is too small for ns_normalization aol; use bf16 or fp32")
         if self.normuon and self.muon_plus != "none":

@@ -69,7 +69,10 @@ def _known_schedule(value: Any) -> Any:
         return value
     triples = [value] if _is_triple(value) else value  # one needs no outer list, as in torch.optim.Muon
     if not isinstance(triples, (list, tuple)) or not triples or not all(map(_is_triple, triples)):
-        raise ValueError("expected a name, or a list of triples [a, b, c] of finite numbers in which a is not 0")
+        raise ValueError(
+            "expected the name of built-in coefficients, or a list of triples [a, b, c] of finite numbers in "
+            "which a is not 0"
+        )
     return triples
 
 
