@@ -19,7 +19,7 @@ from deepspeed.muon.exchange.exchange import Exchange, Phase
 from deepspeed.muon.exchange.failures import step_of_all
 from deepspeed.muon.exchange.groups import Agreed, agreed, limit_time
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.exchange.owner_set import ranks_of_set
+from deepspeed.muon.exchange.owner_set import owner_ranks
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.selection import product_tables
 from deepspeed.muon.kernels.table import Operations
@@ -278,7 +278,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         Each needs a process group. A tuple of all ranks of a partition is left out: it uses the partition's group.
         """
         return {
-            ranks_of_set(step.partition.group, size)
+            owner_ranks(step.partition.group, size)
             for step in self._steps.values()
             for size in step.plan.of_all.set_sizes
             if size < step.plan.of_all.world_size

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.groups import all_maxima, is_made, join, make_groups, processes
-from deepspeed.muon.exchange.owner_set import ranks_of_set
+from deepspeed.muon.exchange.groups import all_maxima, init_and_rank, is_made, make_groups, processes
+from deepspeed.muon.exchange.owner_set import owner_ranks
 from deepspeed.muon.exchange.partition import whole_partition
 from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
@@ -55,7 +55,7 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
 
     ``replicas``: DDP's process group; ``None`` without DDP.
     """
-    rank, copies = join(replicas) if replicas else (0, 1)
+    rank, copies = init_and_rank(replicas) if replicas else (0, 1)
     unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
     optimizer.context = StepContext(
         is_logging=rank == 0, kernels=choose(unavailable), unavailable=unavailable, peers=replicas
@@ -124,8 +124,8 @@ def _make_sets(sets: Collection[Sequence[int]], group: Any, device: torch.device
     """
     if all(map(is_made, sets)):
         return
-    count = join(group)[1]
-    ranks = ranks_of_set(group, count)
+    count = init_and_rank(group)[1]
+    ranks = owner_ranks(group, count)
     if count < processes():
         raise UnsupportedError(
             f"owners_per_matrix: must be 1 or {count}, because DistributedDataParallel uses only {count} of all "

@@ -30,9 +30,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ds_config, without an optimizer, that accelerate would build from its own configuration.
+    """Return the ds_config that Hugging Face accelerate would build from its own configuration, without an optimizer.
 
-    ``section``: accelerate's configuration, the content of the file ``path``.
+    ``section``: accelerate's configuration, parsed from the file ``path``.
 
     Raises:
         SettingsError: the configuration does not use DeepSpeed, or already names a file with a ds_config.
@@ -46,7 +46,7 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
         )
     if fields.get("deepspeed_config_file"):
         raise SettingsError(
-            f"--config {path}: accelerate's configuration, not a ds_config; give the file that its "
+            f"--config {path}: this is accelerate's configuration, not a ds_config; give the file that its "
             f"deepspeed_config_file names, {fields['deepspeed_config_file']}"
         )
     stage = _number(path, fields, "zero_stage", 2)
@@ -73,9 +73,9 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_ds_config_file(section: Mapping[str, Any], ds_config: str) -> str:
-    """Return accelerate's configuration as YAML, with the file ``ds_config`` in place of its DeepSpeed fields.
+    """Return accelerate's configuration as YAML text, changed to name the file ``ds_config``.
 
-    ``section``: the present configuration.
+    The name replaces the DeepSpeed settings in ``section``, the present configuration.
     """
     import yaml
 

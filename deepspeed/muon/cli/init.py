@@ -45,7 +45,7 @@ NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows wh
 
 
 class Decision(NamedTuple):
-    """What was done to one key of the ds_config, and why, in words for the user."""
+    """One change of the ds_config, in words for the user: which key, what was done to it, and why."""
 
     key: str
     what: str
@@ -53,19 +53,20 @@ class Decision(NamedTuple):
 
 
 def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
-    """Return the ds_config in the file ``path``, with Muon instead of AdamW.
+    """Read the ds_config in the file ``path``, and return it with Muon as the optimizer instead of AdamW.
 
-    A config without an optimizer gets AdamW's defaults. If it has an ``"auto"`` somewhere, learning rate and weight
-    decay become ``"auto"`` too, because then Hugging Face's Trainer or accelerate will fill them in. accelerate's own
-    configuration is converted to a ds_config.
+    A ds_config without an optimizer gets AdamW's defaults. If one of its values is ``"auto"``, the learning rate and
+    the weight decay become ``"auto"`` too, for Hugging Face's Trainer or accelerate to fill in. If the file is
+    accelerate's own configuration, it is converted to a ds_config first.
 
     Args:
-        out: the name of the file in which the user will save the result.
+        path: the file to read.
+        out: name of the file in which the user will save the ds_config.
 
     Returns:
-        ``config``: the whole ds_config, with keys in the file's order. ``decisions``: a list of :class:`Decision` as
-        dicts. ``accelerate``: accelerate's new configuration as YAML, which names ``out``; ``None`` if the file was not
-        accelerate's.
+        Dict with ``config``: the whole new ds_config, with keys in the file's order. ``decisions``: a list of
+        :class:`Decision` as dicts. ``accelerate``: accelerate's new configuration as YAML text, which names ``out``;
+        ``None`` if the file was not accelerate's.
 
     Raises:
         SettingsError: the file cannot be read, contains no ds_config, or its optimizer is not AdamW.
@@ -96,7 +97,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params``, decisions) for a config without an optimizer, where the script builds AdamW."""
+    """Return (``optimizer.params`` for Muon, decisions) for a ds_config that has no section ``optimizer``."""
     params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
     added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
     if _has_auto(section):
@@ -140,7 +141,10 @@ def _rate(schedule: Schedule) -> str:
 
 
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
-    """Return the error about an optimizer that is not AdamW. If it is Muon, first check its settings."""
+    """Return the error to raise if ``optimizer.type`` is ``name``, which is not AdamW.
+
+    If it is Muon, its settings are checked first. ``path``: the file. ``section``: the ds_config in the file.
+    """
     if isinstance(name, str) and is_muon(name):
         read_settings(path, dict(section), world_size=1)
         return SettingsError(
@@ -214,7 +218,7 @@ _MARK = "\0"
 
 
 def as_written(config: Mapping[str, Any], path: str) -> str:
-    """Return ``config`` as JSON. Numbers that are also in the file ``path`` keep its spelling, such as 2e8."""
+    """Return ``config`` as JSON text, in which numbers are spelled as in the file ``path``, such as 2e8."""
     try:
         written = json.loads(Path(path).read_text(), parse_float=lambda text: _MARK + text)
     except ValueError:  # Hjson, which DeepSpeed reads as well
@@ -224,9 +228,9 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, written: Any) -> Any:
-    """Return ``value``, with every number that has the same place and value in ``written`` replaced by its text there.
+    """Return ``value`` (parsed JSON) with each unchanged number replaced by a string with its spelling in the file.
 
-    ``written``: the parsed file, in which a number is a string: ``_MARK``, then the number as it was written.
+    ``written``: the parsed file, in which each float is such a string: ``_MARK``, then the number as it was written.
     """
     if isinstance(value, Mapping) and isinstance(written, Mapping):
         return {key: _spelt(item, written.get(key)) for key, item in value.items()}

@@ -43,11 +43,11 @@ LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
+    """Run the command ``ds_muon`` with these arguments (``None``: those of the process).
 
     Returns:
-        The exit status: 0; 1 if ``report`` lists a problem or ``plan --check`` finds a fault; 2 after a mistake of the
-        user.
+        The exit status: 0 if all is well; 1 if ``report`` lists a problem or ``plan --check`` finds an error; 2 if an
+        argument or a file is wrong.
     """
     args = parser().parse_args(arguments)
     try:
@@ -84,7 +84,7 @@ def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a new file; raise SettingsError if it exists or cannot be written."""
+    """Write ``text`` to a new file; raise SettingsError if the file exists or cannot be written."""
     try:
         with file.open("x") as stream:
             stream.write(text)
@@ -130,7 +130,7 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the object that ``ds_muon plan --json`` prints; its keys are stable."""
+    """Return the object that ``ds_muon plan --json`` prints; later versions keep its keys."""
     section = find_ds_config(args.config, parse_file(args.config))
     settings = read_settings(args.config, section, args.world_size, args.stage)
     config, device = settings.config, torch.device(args.device)
@@ -185,13 +185,15 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
-    """Measure this machine's rates; return them, and the milliseconds of a step at these rates.
+    """Time Newton-Schulz and the elementwise passes on this machine. Return the object ``measured`` of ``--json``.
 
-    Raise SettingsError if there is no GPU to measure.
+    It has the speeds, and the milliseconds of a step at these speeds. Raise SettingsError if there is no GPU.
     """
     device = candidates.device
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise errors.SettingsError("--measured: torch sees no GPU here; --device cpu measures this machine's CPU")
+        raise errors.SettingsError(
+            "--measured times this machine's GPU, but torch sees no GPU; add --device cpu to time the CPU"
+        )
     config, shards = settings.config, torch.device("cpu") if settings.offload else device
     unavailable = unavailable_kernels(config.kernels, {device.type, shards.type})
     kernels = choose(unavailable)

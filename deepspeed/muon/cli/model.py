@@ -22,7 +22,7 @@ from deepspeed.muon.seam import replaced
 
 
 def build(text: str) -> nn.Module:
-    """Build the model that ``--model`` names.
+    """Return the model that the flag ``--model`` names, built on the meta device.
 
     Args:
         text: a Hugging Face config file, folder, model type or hub name; or ``module:function`` or
@@ -42,7 +42,7 @@ def build(text: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Turn any exception raised in the context into a ModelError, whose text is one line that begins with ``what``."""
+    """Return a context that turns any exception into a ModelError. Its text is one line that begins with ``what``."""
     try:
         yield
     except ModelError:
@@ -54,7 +54,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_data() -> Iterator[None]:
-    """Create tensors on the meta device, and make the functions of ``torch.nn.init`` do nothing."""
+    """Return a context in which tensors are created on the meta device and ``torch.nn.init`` does nothing."""
     names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     fillers = dict.fromkeys(names, lambda original, tensor, *args, **kwargs: tensor)
     with replaced(nn.init, **fillers), torch.device("meta"):

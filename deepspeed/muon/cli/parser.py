@@ -25,7 +25,7 @@ CHECK = "prove that the collectives of all ranks match in order and size; 1,024 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of the command ``ds_muon``, with all subcommands."""
     title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import, plot"
     version = runpy.run_path(str(Path(__file__).parents[1] / "version.py"))["__version__"]
     top = _Parser("ds_muon", description=title)
@@ -65,10 +65,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports a mistake in one line, and suggests the flag that may be meant."""
+    """An argument parser whose errors are one line, with a suggestion if a flag is misspelled."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Report an unknown flag of a subcommand before argparse reports a missing one, which may be the same flag."""
+        """Parse like argparse, but report an unknown flag first, because it may be a misspelled required flag."""
         known = list(self._option_string_actions)
         for flag in () if self._subparsers else [argument.partition("=")[0] for argument in args]:
             if flag.startswith("--") and not any(name.startswith(flag) for name in known):

@@ -50,10 +50,13 @@ Draw = Callable[[Any, Records], None]
 
 
 def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
-    """Draw the records in ``folder`` to the PNG file ``target``, by default ``muon.png`` in ``folder``.
+    """Draw what a monitored training run recorded in ``folder``, and write it to the PNG file ``target``.
+
+    ``target``: by default ``muon.png`` in ``folder``.
 
     Returns:
-        ``file``: its path; ``panels``: the titles in the picture; ``records``: how many were drawn.
+        Dict with ``file``, the path of the picture; ``panels``, a list of the titles in it; and ``records``, their
+        number.
 
     Raises:
         RecordsError: there are no records, matplotlib is not installed, or the file cannot be written.
@@ -62,7 +65,9 @@ def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
     try:
         import matplotlib
     except ImportError:
-        raise RecordsError('matplotlib is not installed; pip install "deepspeed-muon[plot]"') from None
+        raise RecordsError(
+            'ds_muon plot needs matplotlib, which is not installed; pip install "deepspeed-muon[plot]"'
+        ) from None
     with matplotlib.rc_context(STYLE):
         figure, titles = draw(records, folder)
         try:
@@ -73,7 +78,10 @@ def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
 
 
 def draw(records: Records, folder: Path) -> tuple[Any, list[str]]:
-    """Return (:class:`matplotlib.figure.Figure`, titles) with one panel for each measure that has values."""
+    """Return (:class:`matplotlib.figure.Figure`, titles of its panels); each recorded measure has one panel.
+
+    ``folder``: the folder of the records, for the heading.
+    """
     from matplotlib.figure import Figure
 
     rows = [
@@ -100,7 +108,10 @@ def draw(records: Records, folder: Path) -> tuple[Any, list[str]]:
 
 
 def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
-    """Return groups of panels: (height of a row in inches, [(title, function that draws the panel), ...])."""
+    """Return the panels to draw, in groups with rows of one height.
+
+    A group is (height of a row in inches, [(title, function that draws the panel), ...]).
+    """
     values, layers = records.values, records.layers
     curves: list[tuple[Any, str, Draw]] = [
         ("loss" in values, "Training loss", _loss),
@@ -129,12 +140,15 @@ def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
 
 
 def _margin(samples: Sequence[int]) -> float:
-    """Return how far the axis extends beyond the first and last record: half the mean distance between them."""
+    """Return half the mean distance between records, by which the axis extends beyond the first and last record.
+
+    ``samples``: positions of the records, in training samples.
+    """
     return (samples[-1] - samples[0]) / (2 * max(1, len(samples) - 1)) or samples[0] / 2
 
 
 def _thousands(value: float, _: Any = None) -> str:
-    """Return a number with a unit, such as ``1.2k`` for 1200; matplotlib passes a second argument."""
+    """Return the label of a tick at ``value``, such as ``1.2k`` for 1200; a formatter for matplotlib."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.4g}{name}"
@@ -180,7 +194,7 @@ def _grad_norm(axes: Any, records: Records) -> None:
 
 
 def _halves(values: Mapping[str, Values], measure: str) -> dict[str, Values]:
-    """Return {"muon": values, "adamw": values} of a measure such as ``lr``, without a half that has no records."""
+    """Return {"muon": values, "adamw": values} of a measure such as ``lr``, without optimizers that have no records."""
     return {half: values[f"{measure}_{half}"] for half in ("muon", "adamw") if f"{measure}_{half}" in values}
 
 
@@ -200,7 +214,7 @@ def _by_half(axes: Any, records: Records, measure: str, unit: str) -> None:
 
 
 def _change(axes: Any, records: Records) -> None:
-    """Draw a heat map with a logarithmic colour scale, because layers may differ by orders of magnitude."""
+    """Draw how much each matrix changes, as a heat map with a logarithmic colour scale."""
     rows = records.layers[CHANGE]
     sizes = sorted(value for values in rows.values() for value in values.values() if value > 0) or [1.0]
     low, high = sizes[len(sizes) // 100], sizes[-1 - len(sizes) // 100]  # outliers must not use up the scale
@@ -210,7 +224,10 @@ def _change(axes: Any, records: Records) -> None:
 
 
 def _cautious(axes: Any, records: Records) -> None:
-    """Draw a heat map with colours centred on 0.5, the value if the signs of weights and updates are independent."""
+    """Draw the share of each matrix's weights that decay (cautious weight decay), as a heat map centred on 0.5.
+
+    0.5 is the value if the signs of weights and updates are independent.
+    """
     rows = records.layers[CAUTIOUS]
     away = max(0.02, *(abs(value - 0.5) for values in rows.values() for value in values.values()))
     colors = {"cmap": "RdBu_r", "vmin": 0.5 - away, "vmax": 0.5 + away}
@@ -218,7 +235,10 @@ def _cautious(axes: Any, records: Records) -> None:
 
 
 def _heat_map(axes: Any, rows: Mapping[str, Values], colors: dict[str, Any], label: str, named: bool = True) -> Any:
-    """Draw a row of cells for each name in ``rows``, with lines between layers; return the labelled colour bar."""
+    """Draw one row of cells for each name, with lines between layers, and return the colour bar.
+
+    ``rows``: {name: values}. ``colors``: arguments for the colour scale. ``label``: of the colour bar.
+    """
     names, at = [*rows], sorted({samples for values in rows.values() for samples in values})
     between = [(a + b) / 2 for a, b in itertools.pairwise(at)]
     edges = [at[0] - _margin(at), *between, at[-1] + _margin(at)]
@@ -247,7 +267,10 @@ def _layer(name: str) -> str:
 
 
 def _by_layer(axes: Any, rows: Mapping[str, Values], **style: Any) -> None:
-    """Draw a curve for each name, from dark for the first layer to light for the last. The legend names some layers."""
+    """Draw one curve for each name; colours go from dark (first layer) to light (last layer).
+
+    ``rows``: {name: values}. ``style``: arguments of matplotlib's ``plot``. The legend names some of the layers.
+    """
     from matplotlib import colormaps
 
     layers = [*dict.fromkeys(map(_layer, rows))]
@@ -278,9 +301,9 @@ def _ranks(axes: Any, records: Records) -> None:
 
 
 def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str) -> None:
-    """Draw a dot for each record, which is about one matrix, and write the matrix's name at the worst.
+    """Draw a measure that each record has for one matrix: a dot for each record, and a name at the worst value.
 
-    ``worst``: ``min`` or ``max``.
+    ``rows``: {name of the matrix: values}. ``worst``: ``min`` or ``max``. ``label``: of the axis.
     """
     _by_layer(axes, rows, linestyle="", marker="o", markersize=4)
     value, at, name = worst((value, at, name) for name, values in rows.items() for at, value in values.items())
@@ -293,9 +316,9 @@ def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str)
 
 
 def _phases(axes: Any, records: Records) -> None:
-    """Draw the phases of a step, stacked, and the rest of the step on top; the legend has the medians.
+    """Draw the time of each phase of a step, stacked, with the rest of the step on top.
 
-    The axis ends below rare slow steps.
+    The legend has the medians. The axis ends below rare slow steps.
     """
     at, values = records.samples, records.values
     series = {name: [values.get(name, {}).get(samples, 0.0) for samples in at] for name in ("step_ms", *values)}

@@ -38,7 +38,7 @@ SHAPE = (512, 2048)
 
 
 def environment() -> dict[str, Any]:
-    """Return the facts that ``ds_muon report --json`` prints. ``problems`` lists what is missing but needed."""
+    """Return the object that ``ds_muon report --json`` prints: versions, device, kernels, and a list ``problems``."""
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
@@ -62,10 +62,10 @@ def environment() -> dict[str, Any]:
 
 
 def _rates(device_type: str) -> dict[str, float]:
-    """Return dtype -> TFLOP/s of Newton-Schulz's products with the fastest kernels.
+    """Time the matrix products of Newton-Schulz; return {dtype: TFLOP/s with the fastest kernels}.
 
-    They are timed as at the start of a run, on matrices of :data:`SHAPE`; dtypes that a short trial finds far slower
-    are left out. Symmetric products count in full.
+    The matrices have the shape :data:`SHAPE`. Dtypes that a short trial finds far slower are left out. A symmetric
+    product counts as many operations as an ordinary one.
     """
     unavailable = selection.unavailable_kernels("auto", [device_type])
     tables = selection.product_tables(unavailable, device_type)
@@ -83,7 +83,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _tools() -> dict[str, str | None]:
-    """Return the versions of tools and libraries that kernels need: name -> version, ``None`` if it is missing."""
+    """Return {name: version} of the tools and libraries that kernels need; ``None`` for one that is missing."""
     compiler = os.environ.get("CXX", "c++").split()  # it may come with a wrapper or flags
     cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
@@ -104,11 +104,11 @@ def _first_line(*command: str) -> str | None:
 
 
 def of_launch() -> dict[str, Any] | None:
-    """Compare the ranks of a launch, and train a small model on them (:func:`run_trial`); a collective.
+    """Compare the software of all ranks, and train a small model on them (:func:`run_trial`); a collective.
 
     Returns:
-        On rank 0 the facts of its :func:`environment`, with the findings about all ranks as ``launch``; on other ranks
-        ``None``.
+        On rank 0 the object of :func:`environment`, with findings about all ranks under the key ``launch``. ``None`` on
+        other ranks.
     """
     device = accelerator()
     own = {**_versions(), "host": platform.node(), "device": device["name"], "backend": device["backend"]}
@@ -156,7 +156,10 @@ def _problems(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
-    """Return table rows that count DeepSpeed's replaced attributes by state; with ``every``, also list all of them."""
+    """Return rows of [title, text] about the attributes of DeepSpeed that this package replaces.
+
+    ``states``: {name of the attribute: its state}. ``every``: list all attributes instead of counting them.
+    """
     (usual, _), *_ = counts = Counter(states.values()).most_common()
     if not every:
         text = ", ".join(f"{count} {state}" for state, count in counts)
@@ -173,7 +176,10 @@ def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
 
 
 def as_text(facts: dict[str, Any], every: bool = False) -> str:
-    """Return the facts as text, problems first. ``every``: list each attribute that is replaced in DeepSpeed."""
+    """Return a report as text for a terminal, problems first.
+
+    ``facts``: result of :func:`environment` or :func:`of_launch`. ``every``: list each replaced attribute of DeepSpeed.
+    """
     tested, activation = facts["tested_deepspeed"], facts["activation"]
     device = facts["accelerator"]
     inside = "tested" if tested["includes_installed"] else "NOT TESTED"
@@ -197,7 +203,10 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
 
 
 def _launch_lines(launch: dict[str, Any] | None) -> Iterator[str]:
-    """Yield the lines about a launch: the table of its training, and what differs between its ranks."""
+    """Yield the lines of the report about all ranks; none if ``launch`` is ``None``.
+
+    ``launch``: the findings of :func:`of_launch`.
+    """
     if launch is None:
         return
     ranks, hosts = _count(launch["ranks"], "rank"), _count(launch["hosts"], "host")

@@ -22,9 +22,10 @@ TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "ow
 def rows_of(
     halves: Sequence[Half], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
 ) -> list[dict[str, Any]]:
-    """Return one row for each parameter or, with ``fold``, for parameters that differ only in layer number and owners.
+    """Return the rows of the table that ``ds_muon plan`` prints, one for each parameter.
 
-    ``costs``: of the groups that Muon updates. ``dtype``: of Newton-Schulz.
+    ``halves``: the optimizer's parameter groups. ``costs``: the costs of what Muon updates. ``dtype``: dtype of
+    Newton-Schulz. ``fold``: put parameters that differ only in layer number and owners into one row.
 
     Returns:
         Dicts with ``name``; ``count`` of parameters; ``shape``; ``rule``, Muon or AdamW; ``reason``; ``blocks``, the
@@ -75,7 +76,10 @@ def rows_of(
 
 
 def _folded(pattern: str, names: Sequence[str]) -> str:
-    """Return the pattern with the range of the numbers of ``names`` for each ``{}``, such as ``layers.{0..31}.mlp``."""
+    """Return one name for several parameters, such as ``layers.{0..31}.mlp``.
+
+    ``pattern``: their common name with ``{}`` in place of each number. ``names``: the names.
+    """
     if len(names) == 1:
         return names[0]
     places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
@@ -132,7 +136,7 @@ def quantity(value: float, unit: str = "B") -> str:
 
 
 def plan_text(facts: dict[str, Any]) -> str:
-    """Return a plan as text for a terminal; ``facts`` is the object that ``ds_muon plan --json`` prints."""
+    """Return the text that ``ds_muon plan`` prints; ``facts`` is the object that ``ds_muon plan --json`` prints."""
     ranks, totals = facts["per_rank"], facts["totals"]
     between = ranks["between_owners_bytes"]
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
@@ -160,7 +164,7 @@ def plan_text(facts: dict[str, Any]) -> str:
 
 
 def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the line (title, text) about ``--check``; nothing without that flag."""
+    """Yield (title, text) about the result of ``--check``; nothing if ``found`` is ``None``."""
     if found is not None:
         verdict = f"FAULT, please report it: {found['fault']}" if found["fault"] else "the collectives match"
         checked = f"{found['operations']:,} operations on {found['ranks']:,} ranks, in {found['seconds']:.1f} s"
@@ -168,7 +172,7 @@ def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the lines (title, text) about ``--measured``: a step at this machine's rates, and how shapes were timed."""
+    """Yield (title, text) pairs about the result of ``--measured``; nothing if ``found`` is ``None``."""
     if found is None:
         return
     took = {key: f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for key, value in found["step_ms"].items()}

@@ -16,16 +16,21 @@ from deepspeed.muon.plan.bucket import Bucket, GridCopy
 
 @dataclass
 class BucketBuffers:
-    """The buffers of one bucket in flight, in the exchange's dtype and on its device; all are 1-D.
+    """The 1-D buffers of one bucket while it is sent. A run is one contiguous piece of a matrix on this rank.
+
+    All buffers except ``host`` have the dtype and device of the :class:`~deepspeed.muon.exchange.exchange.Exchange`.
 
     Args:
-        index: of the bucket in the plan.
+        index: the bucket's index in the plan.
         count: number of buckets in the plan.
-        matrices: the matrices that this rank owns; in a bucket of results, those of an earlier bucket.
-        outbox: this rank's runs of matrices that others own, by owner; their results are received into the same places.
-        inbox: parts of this rank's matrices that other ranks hold; a view of ``matrices`` if they arrive in order.
-        host: pinned memory for the runs under CPU offload; ``None`` if shards and ``matrices`` are on one device.
-        pending: the collectives to wait for.
+        matrices: the bucket's matrices that this rank owns. A bucket that only sends results uses the ``matrices`` of
+            the earlier bucket that computed them.
+        outbox: the send buffer: this rank's runs of matrices that other ranks own, in the order of these ranks. The
+            result of each run is received into the run's place.
+        inbox: the receive buffer: runs of this rank's matrices, from other ranks. It is a view of ``matrices`` if the
+            runs arrive in the order in which ``matrices`` stores them.
+        host: pinned host memory for the runs under CPU offload, otherwise ``None``.
+        pending: the launched collectives of this bucket that :meth:`wait` waits for.
     """
 
     bucket: Bucket
@@ -45,25 +50,27 @@ class BucketBuffers:
         return f"{self.index + 1} of {self.count}"
 
     def slice_of(self, index: int) -> Tensor:
-        """Return the buffer's part for run number ``index`` of the bucket, 1-D, on the shards' device.
+        """Return the slice for the bucket's run number ``index``: a 1-D view on the device of this rank's shards.
 
-        ``prepare`` writes the input of Newton-Schulz to it, and ``apply`` reads the result from it.
+        Before Newton-Schulz it is filled with the run's input; afterwards it has the run's result.
         """
         run = self.bucket.runs[index]
         at = run.copy.at if self.host is None else self.bucket.host_places[index]
-        return self.beside_the_shards(run.in_place).narrow(0, at, run.copy.numel)
+        return self.shard_side_buffer(run.in_place).narrow(0, at, run.copy.numel)
 
-    def beside_the_shards(self, in_place: bool) -> Tensor:
-        """Return the 1-D buffer, on the shards' device, of the runs that are ``in_place``, or of the others.
+    def shard_side_buffer(self, in_place: bool) -> Tensor:
+        """Return the 1-D buffer from which the bucket's runs are copied to and from this rank's shards.
 
-        Under CPU offload it is the host memory, otherwise the matrices or the send buffer.
+        Under CPU offload this is ``host``. Otherwise it is ``matrices`` for runs that this rank owns (``in_place``),
+        and ``outbox`` for runs that other ranks own.
         """
         return self._buffer(in_place) if self.host is None else self.host
 
     def segments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (slices of host memory, slices of buffers on the accelerator), 1-D, in as few pairs as possible.
+        """Return two lists of 1-D views for the copies of CPU offload: of ``host``, and of the accelerator's buffers.
 
-        The n-th slices of both lists are for the same elements; CPU offload copies one to the other.
+        The n-th views of both lists are for the same elements. The lists are as short as possible. Call this only
+        under CPU offload.
         """
         assert self.host is not None
         segments = self.bucket.segments
@@ -74,17 +81,17 @@ class BucketBuffers:
         return self.matrices if in_place else self.outbox
 
     def wait(self) -> None:
-        """Wait for the pending collectives."""
+        """Wait for the bucket's ``pending`` collectives, and empty that list."""
         while self.pending:
             self.pending.pop().wait()
 
     def unpack(self) -> None:
-        """Copy received elements from the receive buffer into the matrices, unless they were received there."""
+        """Copy received elements from ``inbox`` into ``matrices``, unless ``inbox`` is a view of ``matrices``."""
         for copy in self.bucket.receive_copies:
             grid_view(self.matrices, copy).copy_(self._received(copy))
 
     def pack(self) -> None:
-        """Copy the results of what :meth:`unpack` copied into the receive buffer, from which they are sent back."""
+        """Copy results from ``matrices`` into ``inbox``, to send them back; the reverse of :meth:`unpack`."""
         for copy in self.bucket.receive_copies:
             self._received(copy).copy_(grid_view(self.matrices, copy))
 
@@ -94,9 +101,9 @@ class BucketBuffers:
 
 
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
-    """Return the elements of ``tensor`` on the grid that ``copy`` describes, 1-D.
+    """Return the elements of ``tensor`` that ``copy`` selects (rows at a constant distance), as a 1-D tensor.
 
-    The result is a view if they are contiguous, otherwise a copy in the scratch memory ``name`` of ``work``.
+    The result is a view if the elements are contiguous. Otherwise it is a copy in the buffer ``name`` of ``work``.
     """
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)
@@ -105,12 +112,12 @@ def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -
 
 
 def copy_to_grid(elements: Tensor, tensor: Tensor, copy: GridCopy) -> None:
-    """Write ``elements`` from :func:`copy_from_grid` back to ``tensor``; does nothing if they are a view of it."""
+    """Write ``elements``, returned by :func:`copy_from_grid`, back to ``tensor``, unless they are a view of it."""
     if copy.rows > 1:
         grid_view(tensor, copy).copy_(elements.view(1, copy.rows, copy.cols))
 
 
 def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
-    """Return a view ``[times, rows, cols]`` of the elements of a contiguous ``tensor`` on the grids of ``copy``."""
+    """Return a view of the elements of a contiguous ``tensor`` that ``copy`` selects: ``[times, rows, cols]``."""
     shape, strides = (copy.times, copy.rows, copy.cols), (copy.start_step, copy.pitch, 1)
     return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)

@@ -38,8 +38,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CollectiveRecorder:
-    """Records the calls of this process inside of :meth:`recording`. ``calls``: collectives and ``new_group``, in
-    order. ``messages``: sends and receives, in order.
+    """A recorder of the communication that this process starts inside :meth:`recording`.
+
+    ``calls``: the collectives and calls of ``new_group``, in order. ``messages``: the sends and receives, in order.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record every call inside this context."""
+        """Return a context in which every call of torch's process groups is recorded."""
         from torch.distributed import device_mesh, distributed_c10d
 
         kind = distributed_c10d.ProcessGroup
@@ -80,7 +81,10 @@ class CollectiveRecorder:
         return Collective(kind, Group(ends, of_group.name), dtype, numel, caller=_caller())
 
     def _record_new_group(self, original: Callable, ranks: Sequence[int] | None = None, *args: Any, **kw: Any) -> Any:
-        """Record ``new_group`` as a call of all ranks, or of ``ranks`` only under ``use_local_synchronization``."""
+        """Call torch's ``new_group`` (``original``), and record the call.
+
+        All ranks must make this call; with ``use_local_synchronization`` only ``ranks`` must.
+        """
         world = range(torch.distributed.get_world_size())
         who = tuple(ranks) if ranks is not None and kw.get("use_local_synchronization") else tuple(world)
         chosen = tuple(world) if ranks is None else tuple(ranks)
@@ -93,12 +97,18 @@ class CollectiveRecorder:
 
 
 def first_fault(recorders: Sequence[CollectiveRecorder]) -> str | None:
-    """Return a text that names calls on which NCCL could hang; ``None`` if there are none. ``recorders``: by rank."""
+    """Return a description of the first calls that do not match between ranks, on which NCCL could hang.
+
+    ``None`` if all calls match. ``recorders``: the recorder of rank 0, of rank 1, and so on.
+    """
     return conflict([recorder.calls for recorder in recorders]) or _unmatched([r.messages for r in recorders])
 
 
 def _unmatched(logs: Sequence[Sequence[Collective]]) -> str | None:
-    """Return, as text, a message whose two ends do not match in dtype and size, or that lacks one; ``None`` if none."""
+    """Return a description of the first send and receive that differ in dtype or size, ``None`` if there are none.
+
+    A send without a receive differs too, and the reverse. ``logs``: for each rank its sends and receives, in order.
+    """
     sent, received = dict[Group, list[Collective]](), dict[Group, list[Collective]]()
     for log in logs:
         for message in log:
@@ -115,7 +125,10 @@ def _unmatched(logs: Sequence[Sequence[Collective]]) -> str | None:
 
 
 def _group_of(group: Any) -> Group:
-    """Return the ranks and the name of a process group; ranks 0 to size - 1 if torch does not know the group."""
+    """Return the world ranks and the name of a process group.
+
+    If torch does not know the group, these are ranks 0 to size - 1 and "unknown to torch".
+    """
     try:
         return Group(tuple(torch.distributed.get_process_group_ranks(group)), group.group_name)
     except (KeyError, ValueError, RuntimeError):
@@ -123,7 +136,7 @@ def _group_of(group: Any) -> Group:
 
 
 def _caller() -> str:
-    """Return the line of code that communicates, such as ``deepspeed/runtime/engine.py:12 in step``."""
+    """Return the line of code that started the call, such as ``deepspeed/runtime/engine.py:12 in step``."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         path = frame.f_code.co_filename
@@ -138,14 +151,15 @@ def _caller() -> str:
 
 
 def _flat(tensors: Any) -> list[Tensor]:
-    """Return the tensors in nested lists as one list."""
+    """Return the tensors in ``tensors``, a tensor or nested lists of tensors, as one flat list."""
     return [tensors] if isinstance(tensors, Tensor) else [one for part in tensors for one in _flat(part)]
 
 
 def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
-    """Return what to record of a collective with equal sizes on all ranks: kind, dtype, elements, root.
+    """Return {"kind", "dtype", "numel", "root"} of a collective to which all ranks contribute equally many elements.
 
-    ``place``: index of the argument that a rank contributes, a tensor or a list of tensors.
+    ``args``: the arguments of the method of ``ProcessGroup``. ``place``: index of the argument that this rank
+    contributes, a tensor or a list of tensors.
     """
     tensors = _flat(args[place])
     root = next((one.rootRank for one in args if hasattr(one, "rootRank")), None)
@@ -153,9 +167,10 @@ def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
 
 
 def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
-    """Return what to record of a collective on lists with one tensor per rank: kind, dtype, elements by rank.
+    """Return what is recorded of a collective on lists of tensors, such as ``all_gather``.
 
-    A list of one tensor means that the sizes of all ranks are equal.
+    The keys are "kind", "dtype", and "sent" and "received": the number of elements for each rank. A list with a single
+    tensor means that all ranks have this size.
     """
     received, sent = ([tensor.numel() for tensor in _flat(tensors)] for tensors in (outputs, inputs))
     count = max(len(received), len(sent))
@@ -164,9 +179,10 @@ def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str
 
 
 def _split(kind: str, out: Tensor, sends: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any) -> dict[str, Any]:
-    """Return what to record of an ``all_to_all_single``, from its arguments: kind, dtype, and sizes in elements.
+    """Return what is recorded of an ``all_to_all_single``.
 
-    Tensors are split along their first axis; without ``in_splits`` and ``out_splits`` into equal parts.
+    The keys are "kind", "dtype", and "sent" and "received": the number of elements for each rank. Without splits all
+    parts are equal, and "numel", the number of elements of ``sends``, replaces "sent" and "received".
     """
     if not in_splits and not out_splits:
         return {"kind": kind, "dtype": _dtype([sends]), "numel": sends.numel()}

@@ -30,32 +30,38 @@ Phase = Callable[[str], AbstractContextManager]
 
 
 class Phases(Protocol):
-    """What a rank computes between a step's collectives; :class:`deepspeed.muon.step.partition_step.PartitionStep`."""
+    """What a rank computes between a step's collectives.
+
+    :class:`deepspeed.muon.step.partition_step.PartitionStep` implements this protocol.
+    """
 
     def look(self, operation: Look) -> None:
-        """Find the matrices that have no gradient."""
+        """Find the matrices that have a gradient on no rank; called before the first bucket."""
 
     def prepare(self, buffers: BucketBuffers) -> None:
-        """Write the input of Newton-Schulz for the runs of a bucket."""
+        """Update the momentum of this rank's part of a bucket, and write the input of Newton-Schulz to ``buffers``."""
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize the matrices of a bucket. ``calls``: what the owners of one matrix must call meanwhile."""
+        """Orthogonalize the matrices of a bucket that this rank owns, in ``buffers.matrices``.
+
+        ``calls``: the planned collectives among ranks that own a matrix together; each call takes the next one.
+        """
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Update the weights of a bucket's runs."""
+        """Update this rank's part of a bucket's weights with the results in ``buffers``."""
 
 
 @dataclass(eq=False)
 class Exchange:
-    """Moves the buckets of a plan among the ranks of one process group.
+    """The communication of one parameter group: sends matrices to the ranks that own them, and results back.
 
     Args:
-        group: process group of the ranks that share the partition; ``None`` if each rank works by itself.
-        dtype: of what is sent, bf16 or fp32.
-        device: where Newton-Schulz and the collectives run.
-        work: allocates the buffers.
+        group: process group of the ranks that share the parameters; ``None`` if each rank works by itself.
+        dtype: dtype of the elements that are sent, bf16 or fp32.
+        device: device on which Newton-Schulz and the collectives run.
+        work: scratch memory, from which the buffers are allocated.
         name: name of the parameter group, for messages.
-        staging: copies between shards in host memory and ``device``; ``None`` without CPU offload.
+        staging: object that copies between ``device`` and shards in host memory; ``None`` without CPU offload.
     """
 
     group: Any
@@ -69,10 +75,12 @@ class Exchange:
         self._collectives = PendingCollectives(self.name, self.device)
 
     def owner_set(self, batch: Batch, bucket: str, calls: Iterator[Collective]) -> OwnerSet:
-        """Return the object through which this rank and the other owners of a batch's matrices communicate.
+        """Return the collectives among the ranks that own a batch's matrices together. This rank is one of them.
 
-        ``bucket``: the bucket's number, for messages. ``calls``: the collectives of the bucket's :class:`Compute`; the
-        next ones belong to this batch.
+        Args:
+            batch: matrices of one shape that are orthogonalized in one call.
+            bucket: the bucket's number for messages, such as "2 of 5".
+            calls: the planned collectives of the bucket. Each collective of the batch takes the next one.
         """
 
         def call(kind: str, tensor: Tensor, launch: Callable[[], Any]) -> None:
@@ -87,10 +95,11 @@ class Exchange:
         return OwnerSet(owner_group(self.group, batch.owners), batch.owners, call)
 
     def collect(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Gather vectors, each of which one rank of the group stores; return name -> CPU tensor. A collective.
+        """Return all vectors of the group as {name: fp32 CPU tensor}; one rank stores each vector. A collective.
 
-        ``own``: name -> fp32 vector that this rank stores. ``sizes``: name -> length of every vector, in the same order
-        on all ranks.
+        Args:
+            own: {name: fp32 vector} that this rank stores.
+            sizes: {name: length} of the vectors of all ranks, in the same order on all ranks.
         """
         flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=self.device)
         vectors = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
@@ -101,16 +110,23 @@ class Exchange:
         return {name: vector.cpu() for name, vector in vectors.items()}
 
     def largest(self, values: Tensor, names: Sequence[str]) -> None:
-        """Replace each value by its maximum over the ranks; a collective. ``names``: of the matrices, for errors."""
+        """Replace each element of ``values`` by its maximum over the group's ranks; a collective.
+
+        ``names``: names of the matrices that the values belong to, for error messages.
+        """
         largest = torch.distributed.ReduceOp.MAX
         launch = partial(torch.distributed.all_reduce, values, largest, group=self.group, async_op=True)
         self._collectives.start("", tuple(names), launch).wait()
 
-    def run(self, plan: Plan, program: Program, phases: Phases, phase: Phase) -> None:
-        """Carry out the program of a plan.
+    def run(self, plan: Plan, program: Program, compute: Phases, timed: Phase) -> None:
+        """Run one step: call the collectives of ``program`` in order, and do the work between them.
 
-        ``phases``: does the work between the collectives. ``phase``: returns the context to enter around a phase, whose
-        name is ``prepare``, ``exchange`` (waiting for collectives), ``newton_schulz`` or ``apply``.
+        Args:
+            plan: the plan for which ``program`` was made.
+            program: the operations of this rank.
+            compute: does the work between the collectives.
+            timed: takes the name of a phase and returns a context manager, which is entered around the phase. The
+                phases are ``prepare``, ``exchange`` (waiting for collectives), ``newton_schulz`` and ``apply``.
         """
         # Allocate every storage now, in its final size: none is replaced while a bucket uses it, and all exist before
         # copies on other streams are made to wait for earlier uses of this memory.
@@ -120,32 +136,32 @@ class Exchange:
         buffers: dict[int, BucketBuffers] = {}
         for operation in program:
             if isinstance(operation, Look):
-                with phase("prepare"):
-                    phases.look(operation)
+                with timed("prepare"):
+                    compute.look(operation)
                 continue
             k = operation.bucket
             match operation:
                 case Open():
                     buffers[k] = self._open(plan, operation, storages[operation.storage], buffers)
                 case Prepare():
-                    with phase("prepare"):
-                        phases.prepare(buffers[k])
+                    with timed("prepare"):
+                        compute.prepare(buffers[k])
                 case Send():
                     self._send(buffers[k], operation)
                 case Wait():
-                    with phase("exchange"):
+                    with timed("exchange"):
                         self._wait(buffers[k], operation.back)
                 case Compute():
-                    with phase("newton_schulz"):
+                    with timed("newton_schulz"):
                         calls = iter(operation.collectives)
-                        phases.orthogonalize(buffers[k], calls)
+                        compute.orthogonalize(buffers[k], calls)
                         if (planned := next(calls, None)) is not None:
                             text = f"this rank must still call {planned}, which the plan of the step has next"
                             raise RuntimeError(f"{text}; this is a bug in deepspeed-muon, please report it")
                         buffers[k].pack()
                 case Apply():
-                    with phase("apply"):
-                        phases.apply(buffers[k])
+                    with timed("apply"):
+                        compute.apply(buffers[k])
 
     def _storages(self, program: Program) -> dict[int, Tensor]:
         numels: dict[int, int] = {}
@@ -155,8 +171,10 @@ class Exchange:
         return {n: self.work.get(f"bucket{n}", (numel,), self.dtype, self.device) for n, numel in numels.items()}
 
     def _open(self, plan: Plan, operation: Open, storage: Tensor, others: Mapping[int, BucketBuffers]) -> BucketBuffers:
-        """Return the buffers of a bucket, in ``storage``. ``others``: bucket -> buffers opened earlier, whose matrices
-        a bucket of results sends.
+        """Return the buffers of the bucket ``operation.bucket``, as views of the 1-D tensor ``storage``.
+
+        ``others``: {index of a bucket: its buffers} for the buckets opened before. A bucket that only sends results
+        takes its matrices from one of them.
         """
         bucket = plan.buckets[operation.bucket]
         matrices, outbox, inbox = storage[: operation.numel].split(bucket.buffer_sizes)
@@ -174,8 +192,10 @@ class Exchange:
         )
 
     def _wait(self, buffers: BucketBuffers, back: bool) -> None:
-        """Wait for a bucket's collectives and copies. With ``back`` the host waits for the copy, because it reads the
-        results next; otherwise only the stream does.
+        """Wait for the collectives of ``buffers``, and for the copies between host and accelerator.
+
+        If results were sent back (``back``), the host itself waits for the copy, because it reads the results next.
+        Otherwise only the current stream waits.
         """
         buffers.wait()
         if buffers.copied is not None:
@@ -196,7 +216,7 @@ class Exchange:
                 buffers.copied = self.staging.copy(device, host)
 
     def _launch(self, buffers: BucketBuffers, operation: Send) -> None:
-        """Start the collectives of ``operation``."""
+        """Launch the collectives of ``operation`` on ``buffers``, and append them to ``buffers.pending``."""
         if not operation.collectives:
             return
         # DeepSpeed's wrapper of torch.distributed, so that its comms_logger lists these calls as `muon_exchange`.

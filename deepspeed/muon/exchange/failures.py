@@ -28,8 +28,8 @@ LAST_WORDS = 2.0
 class _Steps:
     """The current or latest step of this process.
 
-    ``number``: of the step, equal on all ranks. ``began``: its start, by :func:`time.monotonic`. ``is_left``: whether
-    this process has left it. ``has_failed``: whether an exception has ended it.
+    ``number``: counts the steps from 1, equal on all ranks. ``began``: start of the step, by :func:`time.monotonic`.
+    ``is_left``: whether this process has ended the step. ``has_failed``: whether an exception ended the step.
     """
 
     number = 0
@@ -40,7 +40,10 @@ class _Steps:
 
 @contextmanager
 def failures_reported() -> Iterator[None]:
-    """Report an exception raised inside, during a step that all ranks take, to the other ranks; then raise it."""
+    """Return a context for one step of all ranks, which reports an exception raised inside to the other ranks.
+
+    The exception is raised again.
+    """
     if _Steps.has_failed:  # the script has handled an exception and continues; all ranks may have had it
         with suppress(Exception):
             torch.distributed.distributed_c10d._get_default_store().delete_key(_key(_Steps.number))
@@ -58,9 +61,10 @@ def failures_reported() -> Iterator[None]:
 
 
 def step_of_all(step: Callable) -> Callable:
-    """Decorate an optimizer's ``step`` with :func:`failures_reported`.
+    """Decorate an optimizer's ``step``: run it inside :func:`failures_reported`.
 
-    If an engine calls ``step`` several times in one step, the caller enters :func:`failures_reported` around all calls.
+    This does nothing if DeepSpeed calls ``step`` several times per training step; its caller then enters
+    :func:`failures_reported` around all calls.
     """
 
     @functools.wraps(step)
@@ -89,7 +93,10 @@ def _report(text: str) -> None:
 
 
 def first_failure() -> str:
-    """Return the first error, with its rank, that a rank raised in this step or the one before; empty without one."""
+    """Return the first error that any rank reported in this step or the one before, such as "rank 3: ValueError: ...".
+
+    Empty if no rank has reported an error.
+    """
     with suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()
         for number in (_Steps.number, _Steps.number - 1):
@@ -99,8 +106,10 @@ def first_failure() -> str:
 
 
 def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
-    """End the process if it waits in a step that another rank has left by an exception. The watchdog calls this.
-    ``is_waiting``: returns whether a collective has not ended :data:`GRACE` seconds after its launch.
+    """End this process if it waits for other ranks in a step in which another rank raised an exception.
+
+    The watchdog thread calls this regularly. ``is_waiting``: function that returns whether a collective is still
+    running :data:`GRACE` seconds after its launch.
     """
     number = _Steps.number
     if number == 0 or _Steps.has_failed or time.monotonic() - _Steps.began < GRACE:

@@ -35,8 +35,8 @@ def processes() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def join(group: Any) -> tuple[int, int]:
-    """Initialize DeepSpeed's collectives; return this rank's index in a torch process group, and the group's size."""
+def init_and_rank(group: Any) -> tuple[int, int]:
+    """Initialize ``deepspeed.comm`` if needed. Return (this process's rank in a torch process group, its size)."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     if not comm.is_initialized():
@@ -45,14 +45,20 @@ def join(group: Any) -> tuple[int, int]:
 
 
 def all_maxima(values: Tensor, group: Any) -> Tensor:
-    """Replace each value by its maximum over the ranks of ``group`` (``None``: all); return them. A collective."""
+    """Replace each element of ``values`` by its maximum over the ranks of ``group`` (``None``: all ranks).
+
+    Return ``values``. A collective if the job has several processes.
+    """
     if processes() > 1:
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return values
 
 
 def summed(values: Tensor) -> Tensor:
-    """Return the sums over all ranks of fp64 ``values`` on the CPU, in the accelerator's widest dtype; a collective."""
+    """Return the elementwise sum of ``values`` over all ranks; a collective.
+
+    ``values``: an fp64 CPU tensor. The result is on the accelerator, in fp64 or, if that is not supported, in fp32.
+    """
     device = torch.device(get_accelerator().current_device_name())
     sums = values.to(torch.float64 if has_fp64(device) else torch.float32).to(device)
     torch.distributed.all_reduce(sums)
@@ -64,7 +70,8 @@ def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> A
 
     Args:
         has_passed: whether the check has passed on this rank.
-        is_common: whether all ranks checked the same numbers, such as a norm that ZeRO has reduced, and need not ask.
+        is_common: whether all ranks checked the same numbers, such as a norm that ZeRO has reduced. If so,
+            ``has_passed`` is returned without communication.
     """
     if is_common:
         return Agreed(has_passed)
@@ -75,7 +82,7 @@ def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> A
 
 
 def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """Return value -> the ranks that have it. ``values``: one per rank, in the order of ranks."""
+    """Return {value: ranks that have this value}. ``values``: the value of rank 0, of rank 1, and so on."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -83,21 +90,24 @@ def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return every rank's value, in the order of ranks; a collective of ``group`` (default: all ranks)."""
+    """Return the list of the values of all ranks of ``group`` (``None``: all ranks), in rank order; a collective.
+
+    ``value``: an object that can be pickled.
+    """
     values = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
-    """Return rank ``source``'s value on all ranks; a collective."""
+    """Return on all ranks the ``value`` that rank ``source`` passed, an object that can be pickled; a collective."""
     values = [value]
     torch.distributed.broadcast_object_list(values, src=source)
     return values[0]
 
 
 def union(names: Iterable[str]) -> list[str]:
-    """Return the names that occur on any rank, each once; a collective. Ranks with equal names send them once."""
+    """Return the union of all ranks' ``names``, in the same order on all ranks; a collective."""
     local = list(names)
     digests = gathered(hashlib.sha256("\n".join(local).encode()).hexdigest())
     firsts = [ranks[0] for ranks in ranks_by_value(digests).values()]
@@ -105,9 +115,10 @@ def union(names: Iterable[str]) -> list[str]:
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
-    """Make process groups, which :func:`group_of` then returns; a collective of all ranks of the world.
+    """Create process groups, which :func:`group_of` returns later. A collective that all ranks of the world must call.
 
-    ``wanted``: the ranks of each group, equal on all ranks. ``device``: of the tensors that the groups will send.
+    ``wanted``: the ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks. ``device``: device of the
+    tensors that will be sent in the groups.
     """
     # In one order on all ranks, members or not: if NCCL splits the world's communicator, every rank must take part.
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
@@ -119,7 +130,10 @@ def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
 
 
 def is_made(ranks: Sequence[int]) -> bool:
-    """Return whether :func:`group_of` can return a group of these ranks, which include this rank."""
+    """Return whether a process group of ``ranks`` exists, so that :func:`group_of` can return it.
+
+    ``ranks``: world ranks, with this rank among them.
+    """
     if len(ranks) == torch.distributed.get_world_size():
         return True
     group = _made.get((torch.distributed.group.WORLD, tuple(ranks)))
@@ -127,10 +141,10 @@ def is_made(ranks: Sequence[int]) -> bool:
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """Return the process group of these ranks, which :func:`make_groups` has made.
+    """Return the process group of ``ranks`` (world ranks), which :func:`make_groups` has made.
 
     Raises:
-        RuntimeError: there is no such group.
+        RuntimeError: :func:`make_groups` was not called for these ranks.
     """
     if len(ranks) == torch.distributed.get_world_size():
         return torch.distributed.group.WORLD
@@ -144,8 +158,10 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
-    """Return the time limit for collectives: ``DEEPSPEED_TIMEOUT`` (minutes), otherwise that of the world's group.
-    ``None`` if neither is known. It must be passed to torch's ``new_group``, whose default is a constant.
+    """Return the time limit for collectives, to pass to torch's ``new_group``.
+
+    It is the environment variable ``DEEPSPEED_TIMEOUT`` (in minutes) or, if this is not set, the limit of the world's
+    process group. ``None`` if that is not known either.
     """
     if minutes := os.environ.get("DEEPSPEED_TIMEOUT"):
         return timedelta(minutes=int(minutes))
@@ -154,7 +170,10 @@ def group_timeout(device: torch.device) -> timedelta | None:
 
 
 def limit_time(group: Any) -> None:
-    """Set the time limit of an existing process group to ``DEEPSPEED_TIMEOUT`` (minutes), if set and if torch can."""
+    """Set the time limit of an existing process group to the environment variable ``DEEPSPEED_TIMEOUT`` (minutes).
+
+    Does nothing if the variable is not set, or if torch cannot change the limit.
+    """
     set_timeout = getattr(torch.distributed.distributed_c10d, "_set_pg_timeout", None)
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     if set_timeout is not None and minutes and torch.distributed.get_backend(group) in ("nccl", "gloo"):

@@ -26,7 +26,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 class Staging:
-    """Copies tensors between host memory and DeepSpeed's accelerator, on one stream per direction."""
+    """The copies of CPU offload between host memory and DeepSpeed's accelerator, on one stream per direction."""
 
     def __init__(self) -> None:
         self._accelerator = get_accelerator()
@@ -34,29 +34,34 @@ class Staging:
         self._up, self._down = make(), make()
 
     def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
-        """Return pinned memory for all runs of a bucket, 1-D. Buckets of the same ``slot`` use the same memory."""
+        """Return pinned host memory, 1-D, for all elements of a bucket that this rank stores.
+
+        Buckets of the same ``slot`` use the same memory.
+        """
         return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned)
 
     def follow_the_computation(self) -> None:
-        """Make copies to the accelerator wait for all computation queued so far.
+        """Make later copies to the accelerator wait for all computation that is queued now.
 
-        A step's buffers may be memory that earlier computation still uses: an allocator reuses freed memory at once,
-        which is safe only in the order of the computation's stream.
+        Call this after the buffers of a step are allocated: queued computation may still use their memory.
         """
         if self._up is not None:
             self._up.wait_stream(self._accelerator.current_stream())
 
     def beside_the_computation(self, back: bool) -> AbstractContextManager:
-        """Return a context for copies and collectives that run during computation. With ``back``, they first wait for
-        all computation queued so far, which makes the results.
+        """Return a context in which copies and collectives are queued on a stream other than that of the computation.
+
+        If results are sent back (``back``), these first wait for all computation queued so far.
         """
         if back and self._down is not None:
             self._down.wait_stream(self._accelerator.current_stream())
         return self._accelerator.stream(self._down if back else self._up)
 
     def copy(self, sources: list[Tensor], targets: list[Tensor]) -> Any:
-        """Queue a copy of each source to its target, to or from pinned memory. Returns an event at the end of the
-        copies; ``None`` without streams, as they have ended then.
+        """Queue a copy of each of ``sources`` to the tensor at the same index of ``targets``.
+
+        Return an event that marks the end of the copies. ``None`` if the accelerator has no streams; the copies have
+        ended then.
         """
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=self._up is not None)

@@ -24,8 +24,8 @@ from deepspeed.muon.plan.memory import SUM_ELEMENTS
 from deepspeed.muon.plan.owners import count_ranks_per_node
 
 
-def ranks_of_set(group: Any, size: int) -> tuple[int, ...]:
-    """Return the world ranks of the ranks that own matrices together with this rank.
+def owner_ranks(group: Any, size: int) -> tuple[int, ...]:
+    """Return the world ranks that own matrices together with this rank.
 
     They are ``size`` consecutive ranks of ``group``.
     """
@@ -35,11 +35,11 @@ def ranks_of_set(group: Any, size: int) -> tuple[int, ...]:
 
 
 def owner_group(group: Any, size: int) -> Any:
-    """Return the process group of the ranks that :func:`ranks_of_set` returns.
+    """Return the process group of the ranks that :func:`owner_ranks` returns.
 
     Unless these are all ranks of ``group``, ``make_groups`` must have made the process group before.
     """
-    return group if size == torch.distributed.get_world_size(group) else group_of(ranks_of_set(group, size))
+    return group if size == torch.distributed.get_world_size(group) else group_of(owner_ranks(group, size))
 
 
 def neighbours_in(group: Any, ranks_per_node: int) -> int:
@@ -60,7 +60,7 @@ class OwnerSet:
         group: process group of the owners.
         size: number of owners.
         call: makes a collective and waits for its end; takes its kind, the tensor that this rank contributes, and a
-            function that launches the collective and returns a handle.
+            function that launches the collective and returns a handle with a method ``wait``.
     """
 
     group: Any
@@ -148,12 +148,15 @@ def _each(matrices: Symmetric) -> list[Symmetric]:
 
 
 def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, coeffs: Scalars, work: Workspace) -> Tensor:
-    """Turn ``rows``, those of a product with indices ``mine``, into rows of ``alpha A B + beta A + shift I``, in place.
+    """Turn some rows of A B into rows of ``alpha A B + beta A + shift I``, in place.
 
-    If A and B store their diagonals separately, the product is that of A and B without their diagonals.
+    Args:
+        rows: the rows of A B with the indices ``mine``. If A and B store their diagonals separately, the rows of the
+            product of A and B without their diagonals.
+        coeffs: (alpha, beta, shift).
 
     Returns:
-        The same part of the result's diagonal if diagonals are stored separately, otherwise an empty tensor.
+        Elements ``mine`` of the result's diagonal if diagonals are stored separately, otherwise an empty tensor.
     """
     alpha, beta, shift = coeffs
     of_a, on_diagonal = a.rest[:, mine], rows.diagonal(offset=mine.start, dim1=-2, dim2=-1)

@@ -16,15 +16,15 @@ from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 
 @dataclass(frozen=True)
 class Partition:
-    """The parameters of one group that one call of ``step`` updates, and how the ranks share them.
+    """The parameters of one parameter group that one call of ``step`` updates, and how ranks share them.
 
     Args:
-        index: of the parameter group.
-        tensors: what ``step`` will find in the group, in order: flat partitions under ZeRO, otherwise whole parameters.
-        shards: the parameters stored in ``tensors``.
+        index: index of the parameter group in the optimizer.
+        tensors: the group's ``params`` when ``step`` is called: flat partitions under ZeRO, otherwise parameters.
+        shards: where each parameter is stored in ``tensors``.
         group: process group of the ranks that share the parameters or their work; ``None`` for a single rank.
         rank, world_size: this rank's index in ``group``, and the size of ``group``.
-        planned: the shards to plan: ``shards`` and parameters that only other ranks of a tensor-parallel group hold.
+        planned: ``shards`` and, under tensor parallelism, parameters that only other tensor-parallel ranks hold.
     """
 
     index: int
@@ -41,24 +41,29 @@ class Partition:
 
     @property
     def is_replicated(self) -> bool:
-        """Return whether several ranks each hold all parameters whole."""
+        """Return whether each of several ranks holds complete copies of all parameters."""
         return any(shard.placement.copies > 1 for shard in self.shards)
 
     @property
     def blocks(self) -> list[PlacedBlock]:
-        """Return the matrices to plan, in the order of the plan."""
+        """Return the matrices of the parameters in ``planned``, in the order in which the plan numbers them."""
         return [item for shard in self.planned for item in shard.items]
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
-        """Yield (shard, first element of its parameter, one past the last, index in its tensor) for this rank."""
+        """Yield (shard, start, stop, position) for each parameter of which this rank holds elements.
+
+        Elements ``start`` to ``stop`` of the flat parameter begin at index ``position`` of ``tensors[shard.tensor]``.
+        """
         for shard in self.shards:
             start, stop = shard.placement.held_range(self.rank, 0, shard.spec.numel)
             if start < stop:
                 yield shard, start, stop, shard.placement.position(start)
 
     def fragments(self) -> list[list[Fragment]]:
-        """Return, by tensor, what this rank holds of each parameter. Tensor-parallel ranks hold different parts of a
-        matrix under one name, so ``@`` and the tensor-parallel rank are added to the fragment's name.
+        """Return for each of ``tensors`` the list of the parameter fragments that it stores on this rank.
+
+        A fragment is named like its parameter. Under tensor parallelism ``@`` and the tensor-parallel rank follow,
+        because ranks hold different parts of a matrix under one name.
         """
         found: list[list[Fragment]] = [[] for _ in self.tensors]
         for shard, start, stop, position in self.pieces():
@@ -70,7 +75,12 @@ class Partition:
 def whole_partition(
     index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1
 ) -> Partition:
-    """Return the partition of a group whose parameters are whole on ``copies`` ranks of ``group``, each in one tensor.
+    """Return the partition of a parameter group without sharding: each of ``copies`` ranks has all parameters complete.
+
+    Args:
+        index: index of the parameter group in the optimizer.
+        params, specs: the parameters and their descriptions, in the same order.
+        group, rank: process group of the ``copies`` ranks, and this rank's index in it.
 
     Raises:
         ValueError: a Muon parameter is not contiguous, such as a convolution in channels_last.

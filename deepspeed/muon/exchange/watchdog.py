@@ -38,20 +38,20 @@ MAX_NAMED, MAX_LATEST = 4, 4
 
 
 class PendingCollective:
-    """A collective that has been launched.
+    """One launched collective, and whether it has ended.
 
-    ``handle``, which keeps the collective's tensors in memory, is ``None`` after :meth:`wait`; on an accelerator the
-    collective may still be running then.
+    ``handle`` keeps the collective's tensors in memory until :meth:`wait`, which sets it to ``None``. On an accelerator
+    the collective may still be running after :meth:`wait`.
 
     Args:
-        title: the bucket and the group, for messages.
+        title: the bucket and the parameter group, for messages.
         names: the matrices in the bucket, for messages.
         start: launches the collective and returns a handle with a method ``wait``.
-        mark: one uint8 in host memory: 0 from the call of :meth:`wait` until the collective has ended, otherwise 1.
-        device: of the collective's tensors.
+        mark: host tensor with one uint8: 0 from the call of :meth:`wait` until the collective has ended, otherwise 1.
+        device: device of the collective's tensors.
 
     Raises:
-        ExchangeError: the backend failed to launch it. Other errors are raised unchanged.
+        ExchangeError: the backend failed to launch the collective. Other errors are raised unchanged.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class PendingCollective:
             self.handle = start()
 
     def wait(self) -> None:
-        """Wait until the collective has ended; on an accelerator only the current stream waits.
+        """Wait for the end of the collective; on an accelerator the current stream waits instead of the host.
 
         Raises:
-            ExchangeError: another rank died, or did not join within the process group's timeout.
+            ExchangeError: another rank died, or did not call the collective within the process group's timeout.
         """
         # Not at the launch: until this call no stream waits for the collective, so it cannot be what hangs.
         self.mark.zero_()
@@ -82,19 +82,24 @@ class PendingCollective:
         self.mark.copy_(torch.ones(1, dtype=self.mark.dtype, device=self._device), non_blocking=True)
 
     def is_slow(self, limit: float | None = None) -> bool:
-        """Return whether :meth:`wait` was called and ``limit`` seconds (``SLOW``) after the launch it has not ended."""
+        """Return whether the collective was launched more than ``limit`` seconds ago and is still waited for.
+
+        ``limit``: by default :data:`SLOW`. ``False`` before :meth:`wait` is called.
+        """
         return time.monotonic() - self.since > (SLOW if limit is None else limit) and not self.mark.item()
 
     def location(self) -> str:
-        """Return the bucket, its first matrices and the seconds since the launch, for a message."""
+        """Return, for messages, the collective's bucket, its first matrices, and the seconds since the launch."""
         more = f" and {len(self.names) - MAX_NAMED} more" if len(self.names) > MAX_NAMED else ""
         seconds = time.monotonic() - self.since
         return f"{self.title} ({', '.join(self.names[:MAX_NAMED])}{more}), {seconds:.1f} s after it began"
 
     @contextmanager
     def _named_errors(self, plain: type[Exception] | None = None) -> Iterator[None]:
-        """Raise the backend's errors as ExchangeError; log the bucket of any other error and raise it unchanged. The
-        backend's errors are torch's DistErrors, and errors whose class is exactly ``plain``.
+        """Return a context that turns an error of the backend into an ExchangeError, which names the bucket.
+
+        Errors of the backend are torch's ``DistError`` and errors whose class is exactly ``plain``. Any other error is
+        raised unchanged, after its bucket is logged.
         """
         try:
             yield
@@ -112,9 +117,9 @@ class PendingCollective:
 
 
 class PendingCollectives:
-    """The latest collectives of the parameter group named ``group``, in which the watchdog looks for one that hangs.
+    """The latest collectives of one parameter group, which the watchdog thread checks for one that hangs.
 
-    ``device``: of their tensors.
+    ``group``: name of the parameter group. ``device``: device of the collectives' tensors.
     """
 
     def __init__(self, group: str, device: torch.device = CPU) -> None:
@@ -125,10 +130,12 @@ class PendingCollectives:
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
-        """Launch a collective and return it.
+        """Launch a collective, and return the object to wait for it.
 
-        ``bucket``: such as "2 of 5"; empty for the check for missing gradients, before the first bucket. ``names``,
-        ``launch``: the arguments ``names`` and ``start`` of :class:`PendingCollective`.
+        Args:
+            bucket: the bucket's number, such as "2 of 5"; empty for the check for missing gradients.
+            names: the matrices in the bucket, for messages.
+            launch: launches the collective and returns a handle with a method ``wait``.
         """
         what = f"bucket {bucket}" if bucket else "the check for missing gradients"
         if len(self._latest) == MAX_LATEST and (earlier := self._latest.popleft()).handle is None:
@@ -143,11 +150,11 @@ class PendingCollectives:
         return collective
 
     def is_waiting(self) -> bool:
-        """Return whether one of the latest collectives has not ended ``GRACE`` seconds after its launch."""
+        """Return whether one of the latest collectives still runs, is waited for, and is older than :data:`GRACE`."""
         return any(collective.is_slow(GRACE) for collective in list(self._latest))
 
     def report_slow(self) -> None:
-        """Log the first slow collective, once; later ones are slow for the same reason."""
+        """Log the oldest collective of the group that is slow, once. Later ones are slow for the same reason."""
         latest = list(self._latest)
         slow = next((collective for collective in latest if collective.is_slow()), None)
         if slow is not None and not slow.is_reported:
@@ -165,7 +172,7 @@ _all: weakref.WeakSet[PendingCollectives] = weakref.WeakSet()
 
 @functools.cache
 def start_watchdog() -> None:
-    """Start the thread that reports slow collectives; once per process."""
+    """Start the watchdog thread of this process, which logs slow collectives; does nothing if it runs already."""
     threading.Thread(target=_watch, name="deepspeed-muon watchdog", daemon=True).start()
 
 

@@ -22,7 +22,7 @@ from deepspeed.muon.plan.program import NewtonSchulz, program_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Rates of one rank.
+    """The speed of one rank, from which the time of a step is computed.
 
     ``tflops``: 10^12 floating-point operations of Newton-Schulz per second; symmetric products count in full.
     ``muon_ns``, ``adamw_ns``: time of the elementwise passes in nanoseconds per element of a shard. ``run_us``:
@@ -37,10 +37,10 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The plan of one step for all ranks, and what it costs.
+    """The plan of one optimizer step for all ranks, and its costs.
 
-    ``parts``: what ZeRO updates at once, in order. ``costs``: of the parts that Muon updates. ``peak``: scratch memory
-    of the rank that needs most. ``planning_seconds``: how long planning for all ranks took.
+    ``parts``: the parts of parameter groups that ZeRO updates one after the other. ``costs``: the cost of each part
+    that Muon updates. ``peak``: scratch memory of the rank that needs most. ``planning_seconds``: duration of planning.
     """
 
     halves: Sequence[Half]
@@ -58,10 +58,13 @@ class Estimate:
 
 @without_collector()
 def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory: Memory) -> Estimate:
-    """Plan a step for all ranks. If ``ns_method`` is ``auto``, the method with fewer operations is assumed.
+    """Plan an optimizer step for all ranks, and return the plan with its costs. Needs no GPU and no process group.
+
+    If ``ns_method`` is ``auto``, the Newton-Schulz method with fewer floating-point operations is assumed.
 
     Args:
         halves: the optimizer's parameter groups, from :func:`halves_of`.
+        layout: how ZeRO splits them over ranks.
         memory: dtypes of Newton-Schulz and of what ranks send, and the device type for which owners are balanced.
     """
     began = time.perf_counter()
@@ -82,7 +85,7 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
 
 
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
-    """Return the scratch memory of the rank that needs most."""
+    """Return the scratch memory, by purpose, of the rank that needs most."""
     costs = [cost for cost in costs if cost.demands]
     methods = [cost.part.half.method(schedule, memory.dtype) for cost in costs]
     # If each rank does all the work of a part, `demands` has one list for all ranks.
@@ -93,7 +96,10 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
-    """Return the numbers of tensors, parameters and matrices in all Muon groups (``use_muon``) or all AdamW groups."""
+    """Return the sizes of all Muon groups (``use_muon``) or of all AdamW groups.
+
+    The keys are ``tensors``, ``parameters`` (elements) and ``matrices``.
+    """
     specs = [spec for half in halves if half.use_muon is use_muon for spec in half.specs]
     return {
         "tensors": len(specs),
@@ -103,7 +109,10 @@ def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
 
 
 def per_rank(found: Estimate) -> dict[str, Any]:
-    """Return the object ``per_rank`` of ``ds_muon plan --json``: bytes and operations, mean and maximum over ranks."""
+    """Return the object ``per_rank`` in the output of ``ds_muon plan --json``.
+
+    It has bytes and floating-point operations of a step, as mean and maximum over the ranks.
+    """
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
     state = [shards + moments for moments in _sums_per_rank([cost.moment_bytes for cost in costs], world_size)]
@@ -128,16 +137,19 @@ def per_rank(found: Estimate) -> dict[str, Any]:
 
 
 def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
-    """Return for each rank the sum of its values in ``lists``.
+    """Return the elementwise sum of ``lists``, with one value for each rank.
 
-    A list has one value for each rank, or a single value that holds for all ranks.
+    A list in ``lists`` has one value for each rank, or a single value that is used for every rank.
     """
     spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
     return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]
 
 
 def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
-    """Return milliseconds of a step: ``elementwise`` passes, and ``newton_schulz`` on the busiest rank of each part."""
+    """Return {"elementwise": milliseconds, "newton_schulz": milliseconds} of one optimizer step, without communication.
+
+    For Newton-Schulz the times of the busiest ranks of all parts are added.
+    """
     pace = {True: machine.muon_ns, False: machine.adamw_ns}
     passes = sum(part.numel * pace[part.half.use_muon] for part in found.parts) / 1e6
     passes += sum(cost.runs for cost in found.costs) * machine.run_us / 1e3
@@ -146,15 +158,14 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 
 
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
-    """Return by how much gradient clipping shrinks the updates of stock DeepSpeed's Muon.
+    """Return by how much gradient clipping shrinks the updates of the Muon in unmodified ("stock") DeepSpeed.
 
-    Stock clips the updates instead of the gradients.
-
-    The norm of all updates together is the root of the sum of ``scale^2 min(rows, cols)`` over the matrices, with
-    stock's scale ``original``.
+    Stock DeepSpeed clips Muon's orthogonalized updates instead of the gradients. Their total norm is the square root
+    of the sum of ``scale^2 min(rows, cols)`` over all matrices, with the scale ``original``.
 
     Returns:
-        ``gradient_clipping``; ``update_norm``, before clipping; ``divided_by``, 1 if nothing is clipped.
+        Dict with ``gradient_clipping``; ``update_norm``, the norm before clipping; and ``divided_by``, the factor by
+        which updates shrink, 1 if they are not clipped.
     """
     blocks = [block for half in halves for spec in half.specs for block in spec.blocks]
     norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
@@ -164,14 +175,15 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
 
 @without_collector()
 def prove(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
-    """Check that in one step the collectives of all ranks match, and that no element is lost.
+    """Check the plan of a step: the collectives of all ranks match, and every element is sent to its owner and back.
 
     Args:
-        config, memory: as for :func:`estimate`.
+        found: the plan to check.
+        config, memory: the arguments that :func:`estimate` was called with.
 
     Returns:
-        ``operations``: number of operations of all ranks' programs. ``ranks``: number of ranks. ``fault``: the first
-        broken rule, or ``None``. ``seconds``: how long the check took.
+        Dict with ``operations``, the number of operations checked on all ranks; ``ranks``, the number of ranks;
+        ``fault``, a text about the first error in the plan, ``None`` if there is none; and ``seconds``, the duration.
     """
     began, operations, fault = time.perf_counter(), 0, None
     for cost in found.costs:

@@ -43,7 +43,7 @@ MOMENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """A parameter group of the optimizer, Muon or AdamW, with the settings that a forecast needs."""
+    """One parameter group of the optimizer, of Muon or of AdamW, with the settings that determine its costs."""
 
     use_muon: bool
     specs: tuple[MatrixSpec, ...]
@@ -56,22 +56,30 @@ class Half:
     normuon: bool = False
 
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
-        """Return a function (rows, cols) -> method of Newton-Schulz, chosen by its number of operations."""
+        """Return a function (rows, cols) -> Newton-Schulz method for this shape, "standard" or "gram".
+
+        If the group's ``ns_method`` is ``auto``, it is the method with fewer floating-point operations.
+        """
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def cost_model(
         self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1
     ) -> CostModel:
-        """Return the cost model for this group's methods. Arguments as for the function :func:`cost_model`."""
+        """Return the cost model with which owners of this group's matrices are chosen.
+
+        The arguments are those of the function :func:`cost_model`.
+        """
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:
-        """Return the factor by which a block's orthogonalized update is multiplied, apart from the learning rate."""
+        """Return the factor by which the orthogonalized update of a matrix is multiplied, without the learning rate."""
         return scale_factor(self.adjust_lr_fn, block.rows, block.cols, self.rms_scale)
 
 
 def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
-    """Return the groups of an optimizer for all trainable parameters; ``model`` may be on the meta device.
+    """Return the Muon groups and the AdamW groups of an optimizer for all trainable parameters of ``model``.
+
+    The model may be on the meta device.
 
     Raises:
         MuonConfigError: a pattern of the config matches no parameter.
@@ -96,10 +104,11 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
 class Layout:
     """How ZeRO splits parameter groups at ``stage`` 0 to 3 over ``world_size`` data-parallel ranks.
 
-    ``sub_group_size``, at stage 3: the number of elements of one rank in a sub-group. ``round_robin``, at stages 1 and
-    2: DeepSpeed's setting ``round_robin_gradients``. ``alignment``, at stages 1 and 2: each parameter starts at a
-    multiple of this many elements (``parameter_alignment``). ``ranks_per_node``: number of consecutive ranks that share
-    a node.
+    Args:
+        sub_group_size: elements on one rank after which a sub-group of stage 3 ends.
+        round_robin: DeepSpeed's setting ``round_robin_gradients``, for stages 1 and 2.
+        alignment: at stages 1 and 2 each parameter starts at a multiple of this many elements.
+        ranks_per_node: number of consecutive ranks on one node.
     """
 
     stage: int
@@ -114,9 +123,13 @@ class Layout:
 class StepPart:
     """The part of a parameter group that ZeRO updates at once: the whole group or, at stage 3, one sub-group.
 
-    ``shards``: its parameters. ``tensors``, ``numel``: number of tensors on one rank, and their elements with padding.
-    ``world_size``: number of ranks that share the elements or, at stage 0, the work of Newton-Schulz; 1 if each rank
-    does all of it.
+    Args:
+        half: the parameter group.
+        shards: how the parameters of this part are split over the ranks.
+        tensors: number of tensors in which one rank stores them.
+        numel: number of elements in these tensors, with padding.
+        world_size: number of ranks over which the parameters or, at stage 0, only the Newton-Schulz work is split; 1
+            if each rank orthogonalizes all matrices.
     """
 
     half: Half
@@ -127,7 +140,7 @@ class StepPart:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of optimizer state on each rank; with an int8 momentum, those of rank 0, which has most."""
+        """Return the bytes of this part's optimizer state on rank 0, which no other rank exceeds."""
         per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
         if self.half.use_muon and self.half.momentum_dtype == "int8":
@@ -137,12 +150,12 @@ class StepPart:
 
     @property
     def items(self) -> list[PlacedBlock]:
-        """Return the matrices, in the planner's order."""
+        """Return the matrices of this part, in the order in which the planner numbers them."""
         return [item for shard in self.shards for item in shard.items]
 
 
 def lay_out(halves: Sequence[Half], layout: Layout) -> list[StepPart]:
-    """Return the parts of all groups, in the order in which ZeRO updates them."""
+    """Split parameter groups into the parts that ZeRO updates at once; return these in the order of updates."""
     split = (_whole, _flat, _flat, _by_parameter)[layout.stage]
     return [part for half in halves for part in split(half, layout)]
 
@@ -155,7 +168,7 @@ def _whole(half: Half, layout: Layout) -> Iterator[StepPart]:
 
 
 def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
-    """Yield the group as one part: a flat buffer that all ranks share equally (stages 1 and 2)."""
+    """Yield the single part of a group at ZeRO stages 1 and 2: one flat buffer, cut into equal partitions."""
     world_size, order = layout.world_size, half.specs
     if layout.round_robin:
         order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
@@ -169,7 +182,10 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
 
 
 def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
-    """Yield the sub-groups, each ending with the parameter that fills it; all ranks share each parameter (stage 3)."""
+    """Yield the sub-groups of a group at ZeRO stage 3, where each parameter is split over all ranks.
+
+    A sub-group ends with the parameter with which it reaches ``layout.sub_group_size``.
+    """
     world_size, limit = layout.world_size, layout.sub_group_size
     shards: list[Shard] = []
     base = 0
@@ -188,21 +204,22 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """The cost, per step, of Muon's update of one part. Lists have one number per rank unless stated otherwise.
+    """What Muon's update of one :class:`StepPart` costs per step. A list has one number for each rank, if not stated.
 
     Args:
         plan: the part's plan for all ranks.
         flops: floating-point operations of Newton-Schulz.
-        heaviest: operations of one owner for the most expensive matrix.
-        sent_bytes: bytes that are sent to the owners and back.
-        least_bytes: what the mean of ``sent_bytes`` would be if each matrix were owned by the rank that holds most of
-            it.
-        between_bytes: bytes that are sent between the owners of one matrix.
+        heaviest: floating-point operations of one owner for the most expensive matrix.
+        sent_bytes: bytes that a rank sends: momentum to the owners, and results back.
+        least_bytes: lower limit of the mean of ``sent_bytes``, if each matrix were owned by the rank that stores most
+            of its elements.
+        between_bytes: bytes that a rank sends to other owners of the same matrix.
         rounds: number of buckets that are sent.
-        collectives: two all-to-alls for each bucket, or one broadcast for each owner in it; 0 if nothing is sent.
-        runs: number of pieces of matrices on the rank that has most pieces.
-        demands: the memory needed, ``demands[rank][bucket]``.
-        storages: for each bucket the index of the storage that it uses.
+        collectives: number of collectives that send buckets: two all-to-alls for each bucket, or, if parameters are not
+            sharded, one broadcast for each owner in a bucket.
+        runs: number of matrices, or pieces of matrices, on the rank that stores most of them.
+        demands: ``demands[rank][bucket]``, the memory that the rank needs for the bucket.
+        storages: for each bucket the index of the memory that it uses; buckets take turns.
         moment_bytes: bytes of NorMuon's second moments, which owners keep.
     """
 
@@ -228,10 +245,12 @@ def step_cost(
     staged: bool = False,
     most_owners: int | None = None,
 ) -> StepCost:
-    """Plan for all ranks how Muon updates one part, and return what that costs. This takes O(matrices + ranks) time.
+    """Plan Muon's update of one part for all ranks, and return its cost, in O(matrices + ranks) time.
 
-    ``bucket_bytes``, ``most_owners``: from the config. ``staged``: whether shards are on the host while Newton-Schulz
-    runs on an accelerator.
+    Args:
+        cost: the model by which owners are balanced.
+        bucket_bytes, most_owners: settings of the config.
+        staged: whether shards are in host memory while Newton-Schulz runs on an accelerator.
     """
     plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes, most_owners=most_owners)
     if plan.world_size < part.world_size:  # each rank does all the work
@@ -264,11 +283,10 @@ def step_cost(
 
 
 class _Traffic(NamedTuple):
-    """The traffic of a step.
+    """How many elements the ranks send in a step.
 
-    ``sent``: elements that each rank sends, to owners and back. ``least``: what the sum of
-    ``sent`` would be if each matrix were owned by the rank that holds most of it. ``runs``: pieces of matrices on the
-    rank that has most pieces.
+    ``sent``: elements that each rank sends, to owners and back. ``least``: the sum of ``sent`` if each matrix were
+    owned by the rank that stores most of it. ``runs``: number of pieces of matrices on the rank that has most pieces.
     """
 
     sent: list[int]
@@ -277,7 +295,7 @@ class _Traffic(NamedTuple):
 
 
 def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
-    """Return the traffic if every rank has all matrices whole: each owner sends its results to all other ranks."""
+    """Return the traffic if each of ``copies`` ranks stores complete matrices: owners send results to all others."""
     sent = [0] * copies
     for owner, item in owned:
         sent[owner] += item.block.numel * (copies - 1)
@@ -287,7 +305,7 @@ def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
 def _gather_traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
     """Return the traffic if matrices are sharded: ranks send their pieces to the owners, and owners send results back.
 
-    Matrices that are split alike, such as all of one shape at stage 3, are counted together.
+    ``owned``: pairs (owner, matrix).
     """
     sent, runs, least = [0] * world_size, [0] * world_size, 0
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}

@@ -44,11 +44,11 @@ Shape = tuple[int, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRate:
-    """How fast Newton-Schulz is on matrices of one shape, and what was timed to find out.
+    """The measured speed of Newton-Schulz on matrices of one shape.
 
-    ``count``: number of these matrices in the model. ``method``, ``dtype``: what a run on this machine would choose.
-    ``run_as``: (batch, rows, columns) of the timed call; rows and columns are divided by a power of two if the shape
-    itself would take too long.
+    ``count``: number of matrices of this shape in the model. ``method``, ``dtype``: what training on this machine would
+    choose for them. ``run_as``: (batch, rows, columns) of the call that was timed. Rows and columns are smaller than
+    those of the shape, by a power of two, if the shape would take too long.
     """
 
     rows: int
@@ -70,18 +70,20 @@ def measure(
     world_size: int,
     seconds: float = SECONDS,
 ) -> tuple[Machine, list[ShapeRate]]:
-    """Return this process's rates for a model, with the dtype, methods and kernels that a run would choose.
+    """Time Muon's computation for a model on this machine. Return (speed of this process, speed for each shape).
+
+    The dtype, methods and kernels are those that training would choose here.
 
     ``Machine.tflops`` is the rate for all matrices of the model, one after the other: the operations that
     :func:`deepspeed.muon.forecast.estimate.estimate` counts, divided by the measured seconds.
 
     Args:
         halves: the optimizer's parameter groups, with at least one Muon group.
-        candidates: dtypes, methods and kernels among which a run would choose, and the device of Newton-Schulz.
+        candidates: dtypes, methods and kernels among which training would choose, and the device of Newton-Schulz.
         wire: dtype in which ranks send matrices to each other.
         shard_device: where momentum and parameters are; the CPU with ZeRO-Offload.
-        kernels: for everything except Newton-Schulz's products.
-        world_size: number of ranks that share the matrices, which bounds an owner's batch of one shape.
+        kernels: the kernels for everything except the matrix products of Newton-Schulz.
+        world_size: number of ranks that share the matrices; the more ranks, the fewer matrices in a batch.
         seconds: time limit for all shapes together.
     """
     muon = [half for half in halves if half.use_muon]
@@ -119,9 +121,12 @@ class _ShapeTimer:
     work: Workspace = field(default_factory=Workspace)
 
     def rates(self, shapes: Mapping[Shape, int], world_size: int, seconds: float) -> list[ShapeRate]:
-        """Return the rate of each shape, in the order of their costs.
+        """Time each shape, and return the results, starting with the shape that has the fewest operations.
 
-        Each shape is timed for an equal share of the remaining time.
+        Args:
+            shapes: {(rows, columns, method): number of such matrices in the model}.
+            world_size: number of ranks that share the matrices.
+            seconds: time limit for all shapes together.
         """
         end, rates = time.perf_counter() + seconds, []
         nbytes = CPU_BUCKET_BYTES if self.candidates.device.type == "cpu" else BUCKET_BYTES
@@ -145,10 +150,10 @@ class _ShapeTimer:
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
-        """Return ((rows, columns) to time in place of ``shape``, how many such matrices can be timed in ``seconds``).
+        """Return ((rows, columns), count): the largest size to time in place of ``shape``, and the size of the batch.
 
-        The size is doubled, from a small one on, as long as the next size is predicted to fit, because small matrices
-        take longer per operation.
+        Timing such a batch is predicted to take at most ``seconds``. Starting with a small matrix, the size is doubled
+        until the next size would take too long or ``shape`` is reached.
         """
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
@@ -161,9 +166,9 @@ class _ShapeTimer:
         return size, int(seconds / CALLS / (pace * self.flops(*size, method)))
 
     def _pace(self, shape: Shape, run_as: tuple[int, int, int], calls: int) -> float:
-        """Return the median seconds per floating-point operation of Newton-Schulz on ``calls`` random batches.
+        """Return the seconds per floating-point operation of Newton-Schulz: the median of ``calls`` calls on a batch.
 
-        ``run_as``: (batch, rows, columns) of the batches; method and kernels are those of ``shape``.
+        ``run_as``: (batch, rows, columns) of the timed batch. Method and kernels are those for ``shape``.
         """
         (rows, cols, method), (batch, run_rows, run_cols) = shape, run_as
         x = torch.randn(run_as, dtype=torch.float32, device=self.candidates.device).to(self.wire)
@@ -173,12 +178,12 @@ class _ShapeTimer:
         return _median(run, x.device, calls) / (batch * self.flops(run_rows, run_cols, method))
 
     def flops(self, rows: int, cols: int, method: str) -> int:
-        """Return the floating-point operations of one matrix."""
+        """Return the floating-point operations of Newton-Schulz on one matrix."""
         return flops(rows, cols, self.candidates.schedule, method, self.choice.dtype)
 
 
 def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
-    """Return the seconds of Muon's two elementwise passes (momentum, update) over ``numel`` contiguous elements."""
+    """Return the seconds of Muon's two elementwise passes (momentum; weights) over ``numel`` contiguous elements."""
     grad, param = (torch.randn(numel, dtype=torch.float32, device=device) for _ in range(2))
     kind, factor, nesterov = half.momentum_dtype, 0.95, half.nesterov
     momentum = torch.zeros(numel, device=device, dtype=storage_dtype(grad, kind))
@@ -200,7 +205,7 @@ def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device,
 
 
 def _adamw_pass(numel: int, device: torch.device) -> float:
-    """Return the seconds of AdamW's step over one flat tensor of ``numel`` elements."""
+    """Return the seconds of an AdamW step on one flat fp32 tensor of ``numel`` elements."""
     param = torch.randn(numel, dtype=torch.float32, device=device)
     param.grad = torch.randn(numel, dtype=torch.float32, device=device)
     state: dict[str, Any] = adamw.state_of({}, param)
@@ -210,7 +215,7 @@ def _adamw_pass(numel: int, device: torch.device) -> float:
 
 @torch.no_grad()
 def _median(call: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Return the median seconds of ``calls`` calls, after one that is not counted."""
+    """Return the median duration in seconds of ``calls`` calls of ``call``, after one call that is not counted."""
     times = []
     wait = torch.zeros((), dtype=torch.float32, device=device).item  # returns when the device has finished its work
     for _ in range(calls + 1):

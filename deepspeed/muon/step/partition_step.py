@@ -229,7 +229,7 @@ class PartitionStep:
                 continue
             grad, average = tensor.grad.contiguous(), self._states[tensor].get(MOMENTUM)
             if average is not None and self._is_one_pass(call, buffers.bucket, average):
-                self._advance_spans(call, average.view(-1), grad.view(-1), buffers.beside_the_shards(call.in_place))
+                self._advance_spans(call, average.view(-1), grad.view(-1), buffers.shard_side_buffer(call.in_place))
                 continue
             for index in call.runs:
                 run = buffers.bucket.runs[index]
@@ -409,7 +409,7 @@ class PartitionStep:
             if tensor.grad is None:
                 continue
             if self._is_one_pass(call, buffers.bucket, tensor):
-                self._apply_spans(call, tensor.view(-1), buffers.beside_the_shards(call.in_place))
+                self._apply_spans(call, tensor.view(-1), buffers.shard_side_buffer(call.in_place))
                 continue
             for run, update in self._present_runs(call, buffers):
                 weights = copy_from_grid(tensor, run.copy, self._work, "parameter")

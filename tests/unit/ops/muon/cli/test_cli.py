@@ -148,7 +148,7 @@ def test_measured_milliseconds(plan: Command, monkeypatch: pytest.MonkeyPatch) -
     gflop = facts["per_rank"]["newton_schulz_gflop"]["max"]
     assert found["step_ms"]["newton_schulz"] == pytest.approx(gflop / found["machine"]["tflops"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    plan("--measured").must_refuse("plan", "torch sees no GPU here; --device cpu measures")
+    plan("--measured").must_refuse("plan", "torch sees no GPU; add --device cpu")
 
 
 def test_the_config_is_read_as_the_engine_reads_it(plan: Command) -> None:
