@@ -85,7 +85,7 @@ def _take(file: IO[str]) -> None:
 def wait_for_torch(original: Callable[[Any], None], baton: Any) -> None:
     """Call torch's ``FileBaton.wait`` (``original``), and log which file it waits for if it waits long.
 
-    After a killed build it would wait forever.
+    That wait never ends if the process that created the file was killed.
     """
     timer = threading.Timer(TELL_AFTER, _tell_of_file, [Path(baton.lock_file_path)])
     timer.daemon = True

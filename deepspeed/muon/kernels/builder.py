@@ -32,7 +32,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
 def cpu_capability() -> str:
     """Return the vector instructions that ATen uses on this CPU, as a key of :data:`CAPABILITIES`.
 
-    The environment variable ``ATEN_CPU_CAPABILITY`` can lower it.
+    The environment variable ``ATEN_CPU_CAPABILITY`` can limit ATen to fewer instructions.
     """
     found = torch.backends.cpu.get_cpu_capability()
     return next((name for name in CAPABILITIES if found.startswith(name)), "DEFAULT")
@@ -73,7 +73,7 @@ class MuonBuilder(CPUOpBuilder):
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the kernels can be built: sources and a C++ compiler are found, and torch is recent enough.
 
-        If not, ``error_log`` says why; ``verbose``: whether to log it.
+        If they cannot, ``error_log`` holds the reason. ``verbose``: whether to log the reason, too.
         """
         compiler = os.environ.get("CXX", "c++").split()[0]
         if not self.sources():

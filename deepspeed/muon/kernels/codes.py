@@ -22,7 +22,7 @@ SMALLEST = 2.0**-119
 
 
 def block_count(numel: int) -> int:
-    """Return the number of blocks of ``numel`` elements; the last may be shorter."""
+    """Return the number of blocks that ``numel`` elements form; the last block may be shorter."""
     return -(-numel // BLOCK)
 
 

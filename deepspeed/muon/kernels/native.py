@@ -46,7 +46,7 @@ def _load() -> Any:
 
 
 def table(module: Any) -> Operations:
-    """Return the kernels of a built C++ module as a table; plain PyTorch computes what they do not support.
+    """Return the kernels of a built C++ module as :class:`Operations`; plain PyTorch computes what they do not support.
 
     A C++ function that does not support its arguments does nothing and returns false.
     """

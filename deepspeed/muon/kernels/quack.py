@@ -34,7 +34,7 @@ def unavailable() -> str | None:
 def operations(other: Operations) -> Operations:
     """Return a copy of the table ``other`` with quack's symmetric products for 16-bit matrices on a GPU.
 
-    The library rounds its output before a Triton kernel adds the contribution of the diagonals.
+    quack rounds its product before a Triton kernel adds the contribution of the diagonals.
 
     Raises:
         ImportError: quack-kernels or Triton is not installed; see :func:`unavailable`.

@@ -195,7 +195,7 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return ``runs`` as tiles, one for each run: (start in the shard, start in the other tensor, length)."""
+    """Return :class:`Tiles` with one tile for each run: (start in the shard, start in the other tensor, length)."""
     return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
 
 

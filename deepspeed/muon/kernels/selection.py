@@ -40,7 +40,7 @@ def _is_usable(unavailable: Unavailable, kind: str) -> bool:
 
 
 def choose(unavailable: Unavailable) -> Operations:
-    """Return the fastest table that can be used on all devices of ``unavailable``."""
+    """Return the fastest :class:`Operations` for all device types in ``unavailable``."""
     table = native.operations() if _is_usable(unavailable, "cpu") else reference.OPERATIONS
     if _is_usable(unavailable, "cuda"):
         table = triton_table.operations(table)

@@ -42,7 +42,7 @@ def unavailable() -> str | None:
 def _untuned() -> Operations:
     """Return the Triton kernels with one fixed configuration of the symmetric products, for a quick check.
 
-    Otherwise Triton's tuner would compile all configurations.
+    With more than one configuration, Triton's tuner would compile and time all of them.
     """
     table = operations(reference.OPERATIONS)
     if torch.version.hip:
