@@ -242,37 +242,10 @@ def test_without_flock_a_file_of_this_machine_is_locked(small: Path, monkeypatch
     assert others.exists() and len(modules(small)) == 1
 
 
-def build_slowly(source: Path, pipe: Any, rank: int) -> None:
+def build_slowly(source: Path, rank: int) -> None:
     """In a process of its own: load the operations, with a compiler that needs half a second more."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "CXX": str(source.with_name("slow"))}
     loaded(source)
-    pipe.send(time.monotonic())
-
-
-def killed_and_again(source: Path, ranks: int, victims: int, seconds: float) -> float:
-    """Seconds that the processes need which run after the victims were killed, or go on where one was."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-
-    def begin(rank: int) -> Any:
-        process = context.Process(target=build_slowly, args=(source, theirs, rank), daemon=True)
-        process.start()
-        return process
-
-    processes = [begin(rank) for rank in range(ranks)]
-    time.sleep(seconds)
-    for process in processes[:victims]:
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-    while ours.poll():
-        ours.recv()
-    began = time.monotonic()
-    processes = [*processes[victims:], *(begin(rank) for rank in range(victims))]
-    for process in processes:
-        process.join(60)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0] * ranks, "none waits for ever"
-    return time.monotonic() - began
 
 
 @needs_compiler
@@ -285,7 +258,23 @@ def test_a_build_that_is_killed_leaves_nothing_to_wait_for(ranks: int, victims: 
     slow.write_text('#!/bin/sh\ncase "$*" in *-c*) sleep 0.5;; esac\nexec c++ "$@"\n')
     slow.chmod(0o755)
     seconds = random.Random(f"{ranks} {victims} {number}").uniform(0.0, 2.5)
-    assert killed_and_again(small, ranks, victims, seconds) < 60
+    context = multiprocessing.get_context("fork")
+
+    def begin(rank: int) -> Any:
+        process = context.Process(target=build_slowly, args=(small, rank), daemon=True)
+        process.start()
+        return process
+
+    processes = [begin(rank) for rank in range(ranks)]
+    time.sleep(seconds)
+    for process in processes[:victims]:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    processes = [*processes[victims:], *(begin(rank) for rank in range(victims))]
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * ranks, "none waits for ever"
     assert len(modules(small)) == 1 and not list(small.parents[1].glob("**/build_*")), "nothing half done is left"
 
 
@@ -337,7 +326,7 @@ def kill_during_build(ranks: int, folder: Path, seconds: float, with_compilers: 
 def test_a_first_start_that_is_killed_is_followed_by_one_that_trains(
     ranks: int, tmp_path: Path, record_property: Any
 ) -> None:
-    """The real build, in new interpreters: a start after a kill takes at most a minute longer than an undisturbed one.
+    """The real build, in new interpreters: a start after a kill takes less than twice as long as an undisturbed one.
 
     ``KILLS`` says how often; with ``CCACHE_DISABLE=1`` each is a whole compilation.
     """
@@ -356,7 +345,7 @@ def test_a_first_start_that_is_killed_is_followed_by_one_that_trains(
         print(f"killed after {seconds:.1f} s: {more[-1]:+.1f} s")
     text = f"{ranks} ranks: a first start {first:.0f} s, a second {again:.0f} s; after {len(more)} kills, the next"
     record_property("summary", f"{text} {statistics.median(more):+.0f} s (median), {max(more):+.0f} s (most)")
-    assert max(more) < 60
+    assert max(more) < first
 
 
 @needs_compiler
