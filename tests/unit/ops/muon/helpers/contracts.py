@@ -44,6 +44,8 @@ def end_of(name: str, index: int, folder: str, loads: bool) -> dict[str, Tensor]
     with setting.way.engine(case, seed=int(loads)) as engine:
         if loads:
             setting.way.take(engine, 9)  # so that the load has state to replace
+            if getattr(engine.optimizer, "dynamic_loss_scale", False):
+                engine.optimizer.cur_scale *= 0.5
             engine.load_checkpoint(folder)
         else:
             for number in range(SAVED):

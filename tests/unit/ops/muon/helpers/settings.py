@@ -532,7 +532,7 @@ SETTINGS: dict[str, Setting] = {
                 UNCHECKED[0],
             )
         ],
-        moves={"stages": 1},
+        moves={"stages": 1, "stage": 1},
     ),
     "experts": Setting(
         ways.Experts(),
@@ -645,6 +645,7 @@ SETTINGS: dict[str, Setting] = {
         ways.Nvme(),
         [{"stays": True, "keys": {"momentum_dtype": dtype}} for dtype in ("int8", "bf16")],
         without=dict.fromkeys(("oracle", "frozen"), "test_nvme.py compares it with training in memory"),
+        bounds=(0.25, 0.08),
     ),
     "NVMe, dynamic loss scale": Setting(
         ways.Nvme(),
