@@ -227,9 +227,10 @@ def muon_facts(optimizer: Any) -> dict[str, str]:
 
 
 def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
-    """Return advice, for an error message, on how to load the checkpoint ``folder`` into another layout.
+    """Return a text for error messages that says how to load the checkpoint ``folder`` at other stages or rank counts.
 
-    ``stages``: ZeRO stages of the saved run and of this one. ``option``: for DeepSpeed's converter, with a final space.
+    ``stages``: ZeRO stages of the run that saved it and of this run. ``option``: an option for DeepSpeed's converter
+    that ends with a space, such as "--inject_missing_state ".
     """
     if 0 in stages:
         return f"load it as it was saved, or {WEIGHTS_ALONE}"
@@ -250,9 +251,9 @@ def check_groups(optimizer: Any, groups: Groups) -> None:
     theirs = stated[0] if stated else {name: ours[name] for name in ours.keys() - set(fused_names(optimizer))}
     if other := sorted(name for name in muon_names(optimizer) if ours.get(name) != theirs.get(name)):
         logger.warning(
-            "deepspeed-muon: %d parameters (first: %s) are split into other matrices than in the run that saved the "
-            "checkpoint, so their updates change; to avoid that, use its muon_fused, muon_split and per_head_muon "
-            '("muon_fused": "whole" if its version had no such key)',
+            "deepspeed-muon: Muon now splits %d parameters (first: %s) into other matrices than the run that saved "
+            "this checkpoint did, so it computes other updates for them; to continue as before, set muon_fused, muon_split "
+            'and per_head_muon as in that run (or "muon_fused": "whole", if its deepspeed-muon did not have this key)',
             len(other),
             other[0],
         )
@@ -281,7 +282,8 @@ def routing_difference(
         return f"another optimizer saved it; if that was AdamW, {cure}"
     if True in saved and not theirs:
         convert = f"run ds_muon import --from {folder} --to {folder}_universal, then {LOAD}"
-        return f"stock's Muon saved it; {convert if 0 not in stages else 'load ' + WEIGHTS_ALONE}"
+        cure = convert if 0 not in stages else f"load {WEIGHTS_ALONE}"
+        return f"DeepSpeed's own Muon saved it, not deepspeed-muon; {cure}"
     words = {True: "Muon", False: "AdamW"}
     return (
         "Muon updated other parameters in the run that saved it; use that run's model, parameter groups, muon_include, "

@@ -13,11 +13,11 @@ from deepspeed.muon.config.types import Cut
 
 
 class Piece(NamedTuple):
-    """Elements of a block on a grid of ``rows`` x ``cols``; each row is contiguous in the parameter and in the block.
+    """A rectangle of elements of a :class:`Block`: ``rows`` rows of ``cols`` elements that are contiguous in memory.
 
-    In the flat parameter the first element is number ``element``, and rows begin ``stride`` elements apart. In the flat
-    block the first element is number ``at``, and rows begin ``pitch`` apart: ``cols``, unless the block is part of a
-    wider matrix.
+    ``element``: index of the rectangle's first element in the flattened parameter, where its rows begin ``stride``
+    elements apart. ``at``: index of the same element in the flattened block, where the rows begin ``pitch`` elements
+    apart. ``pitch`` differs from ``cols`` only if the block is part of a wider matrix.
     """
 
     element: int
@@ -29,22 +29,22 @@ class Piece(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Return whether the piece is contiguous in the block."""
+        """Return whether all elements of the piece are contiguous in the flattened block."""
         return self.rows == 1 or self.pitch == self.cols
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the piece's number of elements."""
         return self.rows * self.cols
 
 
 @dataclass(frozen=True)
 class Block:
-    """A rows x cols matrix inside a parameter, which Newton-Schulz orthogonalizes separately.
+    """One matrix [rows, cols] inside a parameter. Newton-Schulz orthogonalizes each block separately.
 
-    The matrix starts at element ``offset`` of the flat parameter. Its rows are divided into ``bands`` equal groups,
-    which start ``gap`` elements apart; rows of one band start ``stride`` elements apart. So with n = rows / bands,
-    element (i, j) of the matrix is element ``offset + i // n * gap + i % n * stride + j`` of the flat parameter.
+    The block starts at element ``offset`` of the flattened parameter. Its rows form ``bands`` groups of equal size.
+    The groups start ``gap`` elements apart, and the rows within a group ``stride`` elements apart. With n = rows /
+    bands, element (i, j) of the block is element ``offset + i // n * gap + i % n * stride + j`` of the parameter.
     """
 
     offset: int
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the block's number of elements."""
         return self.rows * self.cols
 
     @cached_property
@@ -65,13 +65,13 @@ class Block:
         return self.element(self.numel - 1) + 1
 
     def element(self, at: int) -> int:
-        """Return the index in the flat parameter of the block's element number ``at``, counted row by row."""
+        """Return the index in the flattened parameter of element ``at`` of the block, which is counted row by row."""
         row, column = divmod(at, self.cols)
         band, row = divmod(row, self.rows // self.bands)
         return self.offset + band * self.gap + row * self.stride + column
 
     def before(self, element: int) -> int:
-        """Return how many of the block's elements come before index ``element`` of the flat parameter."""
+        """Return how many of the block's elements have an index below ``element`` in the flattened parameter."""
         inside, numel = max(0, element - self.offset), self.rows * self.cols
         if self.stride == self.cols and self.bands == 1:
             return min(inside, numel)
@@ -81,10 +81,10 @@ class Block:
         return min(band * whole + min(row * self.cols + min(column, self.cols), whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
-        """Yield, as pieces in order, the block's elements with indices ``start`` to ``stop - 1`` in the flat parameter.
+        """Yield the elements ``start`` to ``stop - 1`` of the flattened parameter that are in the block, as pieces.
 
-        ``pitch``: number of columns of the wider matrix that the block is part of, if any; the pieces' ``at`` then
-        counts elements of that matrix.
+        ``pitch``: if the block is part of a wider matrix, the number of columns of that matrix. ``at`` of the pieces
+        is then an index in the flattened wider matrix. ``None``: the block is not part of another matrix.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
@@ -104,16 +104,19 @@ class Block:
 
 
 def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
-    """Return one block per matrix of a contiguous parameter ``[..., rows, cols]``; one block for ``[rows, cols]``."""
+    """Return a block for each matrix in a contiguous parameter of ``shape`` [..., rows, cols], in memory order."""
     *stack, rows, cols = shape
     return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(math.prod(stack)))
 
 
 def cut(block: Block, by: Cut) -> tuple[Block, ...]:
-    """Split a matrix into ranges of rows (axis 0) or columns (axis 1); return one matrix per entry of ``by.sizes``.
+    """Split a block into ranges of rows (axis 0) or columns (axis 1); return a block for each entry of ``by.sizes``.
 
-    With several groups the sizes repeat along the axis, as in Megatron's fused queries, keys and values. The ranges of
-    one entry, one per group, then form one matrix, as its bands. Raise ValueError if the sizes do not add up.
+    With ``by.groups`` above 1 the sizes repeat along the axis, as in Megatron's fused queries, keys and values. All
+    ranges of one entry then form one block: each range is one of its bands.
+
+    Raises:
+        ValueError: the sizes do not add up to the block's rows or columns.
     """
     if not by.sizes:
         return (block,)

@@ -37,12 +37,15 @@ GATED_Q, GATED_QKV, STEPS = "queries and gates", "queries, keys, values and gate
 
 
 def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str] | None:
-    """Return (how to split a weight into its projections, what these are called); ``None`` if it is not fused.
+    """Return how to split a fused weight, and the names of its projections; ``None`` if the weight is not fused.
+
+    The names are a text for the log, such as "queries, keys and values".
 
     Args:
-        name: name of the weight, or of its linear module, in ``owner``, the attention or feed-forward module.
+        name: name of the weight, or of its linear module, inside ``owner``.
         shape: (rows, columns) of the weight, or of one matrix of a stack.
-        axis: the axis of the weight's outputs; not used for gate and up.
+        axis: the axis of the weight's outputs (0: rows, 1: columns). For gate and up the shapes decide instead.
+        owner: the attention or feed-forward module that contains the weight.
         model: the whole model, whose config may have the numbers of heads.
 
     Raises:
@@ -85,7 +88,10 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
 
 
 def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str]:
-    """Return :func:`cut_fused` for weights of latent, gated or linear attention, whose parts alternate head by head."""
+    """Return what :func:`cut_fused` returns, for a weight whose projections alternate from head to head.
+
+    Such weights belong to latent, gated or linear attention.
+    """
     sizes: tuple[int, ...]
     per_key = heads.values // heads.keys if heads.values and heads.values % heads.keys == 0 else 0
     if name in LATENT:
@@ -103,7 +109,7 @@ def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
-    """Return how to split gate from up, along the axis that the shape of the down projection in ``owner`` implies."""
+    """Return how to split a feed-forward weight into gate and up; the shape of down in ``owner`` tells the axis."""
     if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
         raise ValueError(f"gate and up are interleaved output by output in {name}, so they cannot be split")
     axis = _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
@@ -113,14 +119,14 @@ def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
 
 
 def output_axis(module: nn.Module) -> int:
-    """Return the axis of a module's weight that its outputs correspond to: 0 for rows, 1 for columns."""
+    """Return the axis of a module's weight along which its outputs lie: 0 (rows), or 1 (columns) in GPT-2's Conv1D."""
     return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int | None:
-    """Return the axis of the outputs (0 or 1) of each matrix in a stack of experts; ``None`` if it is unknown.
+    """Return the axis (0 or 1) of the outputs of each matrix in a stacked expert weight; ``None`` if unknown.
 
-    The class, or the shapes of gate_up and down, must tell. ``name``, ``shape``, ``owner``: as in :func:`cut_fused`.
+    The module's class, or the shapes of its gate_up and down, tell the axis. Arguments as in :func:`cut_fused`.
     """
     if is_a(owner, OUTPUTS_FIRST_CLASSES):
         return 0
@@ -132,16 +138,17 @@ def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int 
 
 
 def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
-    """Return the last two sizes of ``owner.name``, a parameter or a module with a weight; ``()`` if it is neither."""
+    """Return the last two sizes of the parameter or module weight called ``name`` in ``owner``; ``()`` without one."""
     value = getattr(owner, name, None)
     weight = getattr(value, "weight", value)
     return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
 
 
 def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
-    """Return the axis along which a weight of shape ``gate_up`` holds gate and up; ``None`` if ``down`` does not fit.
+    """Return the axis (0 or 1) along which a fused weight of shape ``gate_up`` contains gate and up.
 
-    ``down``: shape of the down projection; its input size must equal the output size of gate.
+    ``down``: shape of the down projection, whose input size must equal the output size of gate. Return ``None`` if
+    the two shapes do not fit together.
     """
     if len(gate_up) < 2 or len(down) < 2:
         return None
@@ -152,4 +159,6 @@ def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
 
 
 def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:
-    return ValueError(f"{name} has {outputs} outputs, not the size of {parts} of the heads in the model's config")
+    return ValueError(
+        f"{name} has {outputs} outputs, but {parts} of the heads in the model's config have another total size"
+    )

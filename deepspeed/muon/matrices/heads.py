@@ -48,11 +48,12 @@ _LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
 
 
 class Heads(NamedTuple):
-    """Numbers of query and key heads, and widths; 0 means unknown.
+    """The numbers of attention heads and their widths; 0 means unknown.
 
-    ``width``: of one query or key. ``nope``, ``rope``: in latent attention, widths of the parts of a query without and
-    with rotary position. ``value``: width of one value, 0 if it is ``width``. ``values``: in linear attention, the
-    number of value heads, 0 if it is ``keys``.
+    ``queries``, ``keys``: number of query heads and of key-value heads. ``width``: outputs of one query or key head.
+    ``nope``, ``rope``: in latent attention, the widths of a query's parts without and with rotary position.
+    ``value``: width of a value head; 0 means ``width``. ``values``: number of value heads in linear attention; 0
+    means ``keys``.
     """
 
     queries: int
@@ -70,11 +71,11 @@ class Heads(NamedTuple):
 
 
 def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
-    """Return the heads of an attention module; ``None`` if their number is unknown.
+    """Return the numbers and widths of an attention module's heads; ``None`` if the number of heads is unknown.
 
-    Attributes of the module come first, because layers of one model may differ. Numbers that it lacks are taken from
-    its config, or from the model's if it has none, unless that config has another number of query heads. For linear
-    attention configs are ignored, because they describe the model's softmax attention.
+    The module's attributes come first, because layers of one model may differ. Missing numbers come from the config
+    of the module, or of the model if the module has no config. A config with another number of query heads is not
+    used. Neither is any config for linear attention, because it describes the softmax attention of the model.
     """
     config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
     own, stated = _numbers(attention), _numbers(config)
@@ -93,12 +94,12 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
 
 
 def is_linear_attention(attention: nn.Module) -> bool:
-    """Return whether the module is linear attention, with a recurrent state instead of a softmax, by its attributes."""
+    """Return whether an attention module's attributes show linear attention: a recurrent state, no softmax."""
     return any(hasattr(attention, name) for name in _LINEAR)
 
 
 def _config_of(module: nn.Module) -> Any:
-    """Return the module's config, or its text part if the model also has vision or audio; ``None`` without a config."""
+    """Return ``module.config``, its text part if the model also has vision or audio; ``None`` without one."""
     config = getattr(module, "config", None)
     get = getattr(config, "get_text_config", None)
     try:
@@ -108,7 +109,7 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _numbers(source: Any) -> Heads:
-    """Return the numbers of heads and their widths that a module or config has as attributes; 0 for missing ones."""
+    """Return the numbers and widths of heads in the attributes of ``source``, a module or config; 0 if missing."""
     names = _NAMES_IN_LINEAR if _first(source, _VALUES) else _NAMES
     return Heads(**{number: _first(source, found) for number, found in names.items()})
 
@@ -125,7 +126,7 @@ def _first(source: Any, names: Sequence[str]) -> int:
 
 
 def is_a(module: nn.Module, prefixes: tuple[str, ...]) -> bool:
-    """Return whether the name of a module's class, or of a base class, starts with one of ``prefixes``."""
+    """Return whether the name of the module's class, or of one of its base classes, starts with one of ``prefixes``."""
     return any(base.__name__.startswith(prefixes) for base in type(module).__mro__)
 
 
@@ -135,25 +136,32 @@ def is_projection(leaf: str) -> bool:
 
 
 def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = False) -> Cut:
-    """Return how to split a projection, whose name ends in ``leaf``, along the ``axis`` of its outputs into its heads.
+    """Return how to split an attention projection into one matrix per head.
 
-    ``gated``: the attention module is one of :data:`GATED_CLASSES`; each head's gate becomes a matrix of its own.
+    Args:
+        leaf: last part of the projection's name, such as "q_proj".
+        outputs: the projection's number of outputs.
+        axis: the axis of its outputs, along which it is split (0: rows, 1: columns).
+        heads: the heads of its attention module.
+        gated: whether the attention module is one of :data:`GATED_CLASSES`. Each head's gate becomes a matrix too.
 
     Raises:
-        ValueError: the outputs cannot be divided into these heads, or in more than one way.
+        ValueError: no split into these heads, or more than one, has this number of outputs.
     """
     candidates = _candidates(leaf.lower(), heads, outputs, 2 if gated else 1)
     fitting = {sizes for sizes in candidates if sum(sizes) == outputs}
     if len(fitting) == 1:
         return Cut(fitting.pop(), axis)
-    how = "can be divided into heads in more than one way" if fitting else "cannot be divided into its heads"
-    raise ValueError(f"its {outputs} outputs {how}; the model has {heads}")
+    how = (
+        "can be split into attention heads in more than one way" if fitting else "cannot be split into attention heads"
+    )
+    raise ValueError(f"the projection's {outputs} outputs {how}: the model has {heads}")
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
-    """Yield the possible splits of a projection: the widths of its matrices, one or more per head, in order.
+    """Yield each possible split of a projection as the widths of its matrices, such as ``(64, 64, 64, 64)``.
 
-    ``leaf``: last part of the projection's name. ``per_query``: 2 if each query is followed by a gate, otherwise 1.
+    ``leaf``: last part of the projection's name. ``per_query``: 2 if a gate follows each query head, otherwise 1.
     """
     if leaf in LATENT:
         yield (heads.nope, heads.value) * heads.queries

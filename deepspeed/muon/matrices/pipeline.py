@@ -12,25 +12,25 @@ from torch import nn
 
 
 def is_pipeline(model: Any) -> bool:
-    """Return whether the model is a stage of a pipeline, possibly the only one."""
+    """Return whether the model is one stage of a DeepSpeed pipeline (PipelineModule), possibly the only stage."""
     return callable(getattr(model, "num_pipeline_stages", None))
 
 
 def stage_of(model: Any) -> int:
-    """Return the model's stage number; 0 outside pipelines."""
+    """Return the number of the pipeline stage that the model is, from 0; 0 if it is not part of a pipeline."""
     return model.stage_id if is_pipeline(model) else 0
 
 
 def stages_of(model: Any) -> int:
-    """Return the number of stages; 1 outside pipelines."""
+    """Return the number of stages of the model's pipeline; 1 if the model is not part of a pipeline."""
     return model.num_pipeline_stages() if is_pipeline(model) else 1
 
 
 def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return parameter -> reason, for the parameters of a pipeline stage that are not hidden matrices.
+    """Return {parameter: reason} for those parameters of a pipeline stage that AdamW updates as embedding or head.
 
-    These are the parameters of tied layers, such as an embedding tied to the output head, and the output head: the
-    matrix of the last layer, if it has only one.
+    These are the parameters of tied layers, such as an embedding that is also the output head. If the last layer has
+    only one matrix, that matrix is taken for the output head too.
     """
     if not is_pipeline(model):
         return {}
@@ -46,6 +46,6 @@ def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the tied parameters of which another stage has a copy; all copies must get equal updates."""
+    """Return the model's tied parameters of which another pipeline stage has a copy. Copies must get equal updates."""
     ties = model.tied_comms.values() if is_pipeline(model) else ()  # type: ignore[union-attr,operator]
     return {param for tie in ties if len(tie["ranks"]) > 1 for param in tie["module"].parameters()}

@@ -50,7 +50,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Route(NamedTuple):
-    """The decision for one parameter; the fields mean the same as in :class:`MatrixSpec`."""
+    """Whether Muon or AdamW updates one parameter, and why; the fields mean the same as in :class:`MatrixSpec`."""
 
     use_muon: bool
     reason: str
@@ -58,13 +58,13 @@ class Route(NamedTuple):
 
 
 def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Parameter, MatrixSpec]:
-    """Return trainable parameter -> its route and matrices. The model is not changed.
+    """Decide for each trainable parameter whether Muon or AdamW updates it; return {parameter: its MatrixSpec}.
 
-    A user's tag ``param.use_muon`` overrides the patterns in ``config``, and these override the rules.
+    The user's attribute ``param.use_muon`` overrides the patterns ``muon_include`` and ``muon_exclude`` in
+    ``config``, and these override the package's rules. The model is not changed.
 
     Raises:
-        ValueError: the user sends a parameter to Muon that is not a matrix, or of which several pipeline stages have
-            copies.
+        ValueError: the user assigns a parameter to Muon that is not a matrix, or that several pipeline stages share.
         MuonConfigError: a split in ``muon_split`` does not fit its parameter, or heads are unknown.
     """
     config = config or MuonConfig()
@@ -97,15 +97,15 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
 
 
 def user_tag(param: nn.Parameter) -> bool | None:
-    """Return ``param.use_muon`` if the user has set it; otherwise, or if :func:`tag_parameters` has, ``None``."""
+    """Return ``param.use_muon`` if the user has set it; ``None`` if nobody or :func:`tag_parameters` has set it."""
     tag = param.__dict__.get(TAG)
     return None if tag is None or tag == param.__dict__.get(ROUTED_TAG) else bool(tag)
 
 
 def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -> None:
-    """Set ``param.use_muon`` on every parameter that the user has not tagged: as in ``specs``; False on frozen ones.
+    """Set ``param.use_muon`` where the user has not: from ``specs`` for trained parameters, False for frozen ones.
 
-    Other code reads the tag to find Muon's parameters. The next :func:`route` does not mistake it for the user's.
+    Other code reads the attribute to find Muon's parameters. :func:`user_tag` does not return it as the user's.
     """
     for param in model.parameters():
         if user_tag(param) is None:
@@ -115,13 +115,13 @@ def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -
 
 
 def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:
-    """Return (shorter side, longer side) -> number of matrices of that shape or its transpose that go to Muon."""
+    """Return {(shorter side, longer side): number of Muon's matrices of that shape or of its transpose}."""
     blocks = (block for spec in specs if spec.use_muon for block in spec.blocks)
     return Counter((min(block.rows, block.cols), max(block.rows, block.cols)) for block in blocks)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape before any sharding, for every trainable parameter; a tied parameter has several names."""
+    """Return {name: shape before any sharding} of the trainable parameters; a tied one is listed under each name."""
     used = _uses(model).items()
     return {use.name: whole_shape(param) for param, uses in used if param.requires_grad for use in uses}
 
@@ -139,7 +139,7 @@ def _sharding(name: str, param: nn.Parameter, use_muon: bool) -> Sharding | None
 
 
 def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
-    """Return parameter -> the places in the model that use it; several for a tied parameter."""
+    """Return {parameter: every :class:`Use` of it in the model}; a tied parameter has several."""
     modules = dict(model.named_modules(remove_duplicate=False))
     uses: dict[nn.Parameter, list[Use]] = {}
     for path, module in modules.items():
@@ -152,7 +152,7 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
 
 
 def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return parameter -> reason, for the output head that a Hugging Face model's ``get_output_embeddings`` returns."""
+    """Return {weight: reason} for the output head of a Hugging Face model (``get_output_embeddings``); {} without."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     found = head.parameters() if isinstance(head, nn.Module) else ()
@@ -160,7 +160,7 @@ def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def is_lora(spec: MatrixSpec) -> bool:
-    """Return whether the parameter is a factor of a low-rank adapter, by its name and shape."""
+    """Return whether a parameter's name and shape show that it is a factor of a low-rank adapter (LoRA)."""
     return _lora(spec.name, spec.shape) is not None
 
 
@@ -172,9 +172,9 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
 
 
 def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, config: MuonConfig) -> Route | None:
-    """Return the route that a tag or pattern decides; ``None`` if none does.
+    """Return the route that the user's tag ``use_muon`` or a pattern in ``config`` decides; ``None`` if neither does.
 
-    ``no_matrix``: the result of :func:`_not_a_matrix`.
+    ``names``: all names of the parameter. ``no_matrix``: the result of :func:`_not_a_matrix`.
     """
     tag = user_tag(param)
     if tag is not None:
@@ -195,7 +195,7 @@ def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, co
 
 
 def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return why a parameter cannot be a matrix for Muon; empty if it can."""
+    """Return why Muon cannot update a parameter of this shape and dtype; an empty text if it can."""
     if len(shape) < 2:
         return "0-D or 1-D"
     if not min(shape):
@@ -204,7 +204,10 @@ def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, config: MuonConfig) -> Route:
-    """Return the route of a parameter without tag or pattern. ``outer``: why it is not a hidden matrix, if known."""
+    """Return the route of a parameter for which the user has set no tag or pattern.
+
+    ``outer``: why the parameter is an embedding or output head; ``None`` if it is not known to be one.
+    """
     if len(shape) != 2:
         return _route_of_more_dimensions(shape, uses[0], config.muon_conv)
     if lora := _lora(uses[0].name, shape):

@@ -26,22 +26,22 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
-    """Return whether a 3-D weight holds one matrix per expert: "expert" is in its module's class name or path."""
+    """Return whether a weight is a stack of one matrix per expert: 3-D, with "expert" in the module's class or path."""
     names = (type(module).__name__, *path.split(".")[-2:])
     return len(shape) == 3 and min(shape[1:]) > 1 and any("expert" in name.lower() for name in names)
 
 
 def first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the first of ``patterns`` that matches a part of one of the names; ``None`` if none does."""
+    """Return the first regular expression in ``patterns`` that is found in one of ``names``; ``None`` if none is."""
     return next((pattern for pattern in patterns if any(re.search(pattern, name) for name in names)), None)
 
 
 class Use(NamedTuple):
     """One place in the model that uses a parameter; a tied parameter has several.
 
-    ``name``: the parameter's name in the model. ``module`` has the parameter as its ``attribute``. ``path``: name of
-    ``module`` in the model, without the parts that wrappers such as DDP and PEFT add. ``parent``: the module that
-    contains ``module``.
+    ``name``: the parameter's name in the model. ``module``: the module that holds the parameter. ``attribute``: the
+    parameter's name in that module. ``path``: the module's name in the model, without the parts that wrappers such as
+    DDP and PEFT add. ``parent``: the module that contains ``module``.
     """
 
     name: str
@@ -52,18 +52,18 @@ class Use(NamedTuple):
 
     @property
     def projection(self) -> tuple[str, nn.Module]:
-        """Return (name of the projection in its attention module, that module), if this is an attention projection."""
+        """Return (name of the projection, attention module that contains it), for a parameter of attention."""
         if isinstance(self.module, nn.MultiheadAttention):
             return self.attribute, self.module
         return self.path.rpartition(".")[2], self.parent
 
     @property
     def weight(self) -> tuple[str, nn.Module]:
-        """Return (name of the weight or of its linear module, the attention or feed-forward module that has it)."""
+        """Return (name of the weight or of its linear module, attention or feed-forward module that contains it)."""
         return self.projection if self.attribute == "weight" else (self.attribute, self.module)
 
     def matrix_output_axis(self, shape: Sequence[int]) -> int | None:
-        """Return the axis of the outputs (0 or 1) of the parameter's matrices; ``None`` if unknown, for a stack."""
+        """Return the axis (0 or 1) of the outputs in each of the parameter's matrices; ``None`` if unknown."""
         if len(shape) != 3 or is_convolution(self.module):
             return output_axis(self.module)
         name, owner = self.weight
@@ -72,7 +72,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """One parameter's route, and the matrices in it that Muon orthogonalizes.
+    """The routing of one parameter: whether Muon or AdamW updates it, and which matrices in it Muon orthogonalizes.
 
     Args:
         name: name of the parameter in the model; the first one of a tied parameter.
@@ -109,7 +109,7 @@ class MatrixSpec:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements on this rank, before ZeRO partitions the parameter."""
+        """Return the parameter's number of elements on this rank, before ZeRO partitions it."""
         return math.prod(self.shape)
 
     @property
@@ -121,9 +121,10 @@ class MatrixSpec:
 def split_parameter(
     spec: MatrixSpec, names: Sequence[str], param: nn.Parameter, use: Use, config: MuonConfig, model: nn.Module
 ) -> MatrixSpec:
-    """Return the spec of a parameter that goes to Muon, with the matrices in it.
+    """Split a parameter that Muon updates into matrices; return a copy of ``spec`` with ``blocks`` and ``split`` set.
 
-    ``spec``: its spec so far, with the route. ``names``: its name, several if it is tied. ``use``: its first use.
+    ``spec``: the parameter's spec, in which only the route is decided. ``names``: all names of the parameter; a tied
+    one has several. ``use``: the first place in the model that uses the parameter.
 
     Raises:
         MuonConfigError: the sizes in ``muon_split`` do not add up to the parameter's, or its heads are unknown.
@@ -182,7 +183,9 @@ def _by_head(name: str, shape: Sequence[int], use: Use, model: nn.Module) -> Cut
     heads = heads_of(attention, model)
     try:
         if heads is None:
-            raise ValueError("neither its attention module nor a config has the number of heads")
+            raise ValueError(
+                "the number of attention heads is unknown: neither the attention module nor a config states it"
+            )
         return cut_by_head(leaf, shape[axis], axis, heads, is_a(attention, GATED_CLASSES))
     except ValueError as error:
         raise MuonConfigError(

@@ -23,11 +23,11 @@ TP_RANK = "muon_tp_rank"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a parameter of ``shape``, [rows, cols] for a matrix, is split over the ranks of a tensor-parallel group.
+    """How a parameter is split over the ranks of a tensor-parallel group.
 
-    ``axis``: 0 if each rank holds rows (DeepSpeed calls that column parallel), 1 if columns. ``ranges``: for each rank,
-    the (start, size) ranges of rows or columns in its shard, in order. A rank has several ranges if the weight is
-    fused, because its parts are split separately.
+    ``shape``: shape before the split, [rows, cols] for a matrix. ``axis``: 0 if each rank holds some rows (DeepSpeed
+    calls that column parallel), 1 if it holds some columns. ``ranges``: for each rank the (start, size) of the rows or
+    columns that it holds, such as ``[[(0, 4)], [(4, 4)]]``. With a fused weight a rank holds a range of each part.
     """
 
     shape: tuple[int, ...]
@@ -35,18 +35,19 @@ class Sharding:
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
     def size(self, rank: int) -> int:
-        """Return the number of rows or columns that a rank holds."""
+        """Return the number of rows (``axis`` 0) or columns (``axis`` 1) of the parameter that ``rank`` holds."""
         return sum(size for _, size in self.ranges[rank])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a rank's shard of ``whole``, the parameter in any shape; a view if the shard is one range."""
+        """Return the shard of ``rank``, cut from the unsplit parameter ``whole``; a view if it is a single range."""
         parts = [whole.view(self.shape).narrow(self.axis, start, size) for start, size in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
-        """Yield (part, index of its first element in ``block``) for the parts of ``block`` that a rank's shard holds.
+        """Yield (part, start) for each rectangle of ``block`` that lies in the shard of ``rank``.
 
-        ``block`` is a matrix in the whole parameter; a part is a rectangle, as a block of the rank's shard.
+        ``block``: a matrix in the unsplit parameter. ``part``: where the rectangle lies in the shard. ``start``: index
+        of its first element in the flattened ``block``.
         """
         width = self.shape[1] if self.axis == 0 else self.size(rank)
         first_row, first_column = divmod(block.offset, self.shape[1])
@@ -67,10 +68,12 @@ class Sharding:
 
 
 def sharding_of(param: Any) -> Sharding | None:
-    """Return how a parameter is split, as AutoTP or Megatron recorded on it; ``None`` if each rank has all of it.
+    """Return how tensor parallelism split a parameter; ``None`` if each rank holds the whole parameter.
+
+    AutoTP and Megatron set attributes on the parameter that tell.
 
     Raises:
-        ValueError: the record does not describe a split by rows or columns.
+        ValueError: these attributes do not describe a split by rows or columns.
     """
     note = getattr(param, AUTOTP, None)
     if not note:
@@ -94,9 +97,12 @@ def _is_marked(param: Any) -> bool:
 
 
 def _sharding_by_megatron(param: Any) -> Sharding | None:
-    """Return the split that Megatron's marks describe; ``None`` with one rank. Raise ValueError for a wrong mark.
+    """Return the split that Megatron's attributes on a parameter describe; ``None`` if there is only one rank.
 
-    Along ``partition_dim`` each rank has ``partition_stride`` equal ranges; range i belongs to rank i % ranks.
+    Along ``partition_dim`` each rank has ``partition_stride`` ranges of equal size; range i belongs to rank i % ranks.
+
+    Raises:
+        ValueError: an attribute is missing, or does not fit the parameter's shape.
     """
     axis, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
     if axis < 0:
@@ -127,17 +133,17 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
 
 
 def tp_rank(param: Any, module: Any) -> int:
-    """Return this rank's index in the tensor-parallel group that shares ``param``, a parameter of ``module``."""
+    """Return this rank's index in the tensor-parallel group that shares ``param``, which belongs to ``module``."""
     return getattr(param, TP_RANK)[0] if hasattr(param, TP_RANK) else module.tp_index
 
 
 def local_shape(param: Any) -> tuple[int, ...]:
-    """Return the parameter's shape on this rank: split by tensor parallelism, but not by ``zero.Init`` (ZeRO-3)."""
+    """Return a parameter's shape on this rank, after the split by tensor parallelism and before that by ZeRO-3."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def whole_shape(param: Any) -> tuple[int, ...]:
-    """Return the parameter's shape before tensor parallelism split it."""
+    """Return a parameter's shape before tensor parallelism and ZeRO split it."""
     note = getattr(param, AUTOTP, None) or {}
     if shape := note.get("logical_shape") or note.get("original_shape"):
         return tuple(shape)

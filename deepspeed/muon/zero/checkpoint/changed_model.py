@@ -168,7 +168,9 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
     """
     folder, optimizer = MatchedFolder(path, renames, title), engine.basic_optimizer
     if len(folder.saved_names) < len(folder.files.shapes):
-        raise CheckpointError(f"{KEY}: rename gives several parameters of the checkpoint the same name")
+        raise CheckpointError(
+            f"{KEY}: rename gives several parameters of the checkpoint the same name; change its patterns"
+        )
     outcomes: dict[str, list[str]] = {}
     actions: Actions = {}
     problems = []
@@ -234,7 +236,9 @@ def refuse_changed(engine: Any) -> None:
         if is_used
     ]
     if found:
-        raise CheckpointError(f"{KEY}: not supported with {' and '.join(found)}; remove it, or use one rank per model")
+        raise CheckpointError(
+            f"{KEY}: not supported with {' and '.join(found)}; remove this key, or use one rank per model"
+        )
 
 
 @contextmanager

@@ -115,7 +115,10 @@ def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) 
         for name in optimizer.state_keys(wrapper.fp32_partitioned_groups_flat[index]):
             key = "exp_avg" if name == "momentum_buffer" else name
             if key not in state:
-                raise CheckpointError(f"it has no {name}: another optimizer saved it, or Muon had other parameters")
+                raise CheckpointError(
+                    f"its optimizer states lack {name}: another optimizer saved them, or Muon updated other parameters "
+                    "in that run; start from weights saved with engine.save_16bit_model"
+                )
             state[key] = read(state[key], f"{name}-{number}", numel)
     return saved
 
@@ -126,9 +129,14 @@ def _whole(folder: Path, tensor: Tensor, name: str, numel: int) -> Tensor:
         return tensor
     path = folder / f"{name}.tensor.swp"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, which holds what offload_optimizer had on NVMe; load another tag")
+        raise CheckpointError(
+            f"{path} is missing: it is the copy of a weight or optimizer state that offload_optimizer kept on NVMe; "
+            "copy it from the machine that saved the checkpoint, or load another tag"
+        )
     if (size := path.stat().st_size) < 4 * numel:
-        raise CheckpointError(f"{path} has {size} bytes, expected at least {4 * numel}: its save was interrupted")
+        raise CheckpointError(
+            f"{path} has {size} bytes, expected at least {4 * numel}: its save was interrupted; load another tag"
+        )
     return torch.from_file(str(path), shared=False, size=numel, dtype=torch.float32)
 
 

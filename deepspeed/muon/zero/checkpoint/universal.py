@@ -148,7 +148,8 @@ class Folder:
         if missing := [file for file in files if not (self.zero.parent / file).is_file()]:
             raise ImportStateError(
                 f"the universal checkpoint {self.zero.parent} lacks {len(missing)} files of this model's parameters "
-                f"(first: {', '.join(missing[:4])}): it belongs to another model, or its conversion is incomplete"
+                f"(first: {', '.join(missing[:4])}): it belongs to another model, or its conversion is incomplete; "
+                "load it into the model that was saved, or convert it again"
             )
         other = []
         for spec, keys in list(wanted.items())[rank::world_size]:
@@ -160,15 +161,15 @@ class Folder:
         if other:
             raise ImportStateError(
                 "the universal checkpoint belongs to another model, whose parameters have other sizes: "
-                f"{', '.join(other[:4])}"
+                f"{', '.join(other[:4])}; load it into the model that was saved"
             )
 
     def _open(self, name: str) -> Any:
         file = self.zero / name
         if not file.is_file():
             raise ImportStateError(
-                f"{file} is missing: this is not a universal checkpoint; convert it with python -m "
-                "deepspeed.checkpoint.ds_to_universal, or, if stock's Muon saved it, with ds_muon import"
+                f"{file} is missing: this checkpoint has not been converted to a universal one; convert it with python "
+                "-m deepspeed.checkpoint.ds_to_universal, or with ds_muon import if DeepSpeed's own Muon saved it"
             )
         try:
             return read_states(file)

@@ -25,7 +25,7 @@ WHOLE, SPLIT, HEADS, NORMUON = (
     {"per_head_muon": True},
     {"normuon": True},
 )
-OTHER = "2 parameters (first: blocks.0.qkv.weight) are split into other matrices than in the run that saved"
+OTHER = "Muon now splits 2 parameters (first: blocks.0.qkv.weight) into other matrices than the run that saved"
 RATES = {"lr": 0.01, "adam_lr": 0.002, "weight_decay": 0.2, "momentum": 0.8}
 KEPT = ["0.02 instead of 0.01", "0.001 instead of 0.002", "momentum = 0.9 from the checkpoint"]
 KEPT += ["weight_decay = 0.1 from the checkpoint"]

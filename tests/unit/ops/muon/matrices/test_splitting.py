@@ -115,7 +115,7 @@ def test_the_numbers_of_a_layer_come_before_those_of_its_model(
 @pytest.mark.parametrize("mark", ["A_log", "dt_bias", "conv1d", "q_conv1d"])
 def test_the_config_does_not_speak_for_linear_attention(mark: str) -> None:
     """Its shapes may be whole heads of the config's width by chance."""
-    with pytest.raises(MuonConfigError, match="neither its attention module nor a config has the number of heads"):
+    with pytest.raises(MuonConfigError, match="neither the attention module nor a config states it"):
         heads(layer(**{mark: 1}))
 
 
@@ -142,7 +142,7 @@ REFUSED: list[tuple[Make, dict[str, Any], str]] = [
     (
         odd_heads,
         {"per_head_muon": True},
-        "its 32 outputs cannot be divided into its heads; the model has 4 query and 2",
+        "the projection's 32 outputs cannot be split into attention heads: the model has 4 query and 2",
     ),
     (Fused, split_by(qkv=[7, 5, 5]), "'qkv' matches qkv.weight of shape [16, 80], but 7 + 5 + 5 rows add up to 17"),
     (Fused, split_by(c_attn={"sizes": [12, 4], "axis": 1}), "12 + 4 columns add up to 16, not 12"),
@@ -187,7 +187,7 @@ HEAD, FUSED = "6 x 6 rows, one matrix per head", "3 x 12 rows, queries, keys and
 PER_HEAD = {"per_head_muon": True}
 #: Model, options, parameter; how it is split, which option did that, by which pattern, and whether it is left whole.
 CUTS: list[tuple[Make, dict[str, Any], str, tuple[str, str | None, str, bool]]] = [
-    (Fused, {}, "qkv", ("left whole: qkv has 16 outputs, not the size of queries", None, "", True)),
+    (Fused, {}, "qkv", ("left whole: qkv has 16 outputs, but queries", None, "", True)),
     (
         Fused,
         cut_by("experts", 8, 16),
