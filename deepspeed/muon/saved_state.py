@@ -252,8 +252,8 @@ def check_groups(optimizer: Any, groups: Groups) -> None:
     if other := sorted(name for name in muon_names(optimizer) if ours.get(name) != theirs.get(name)):
         logger.warning(
             "deepspeed-muon: Muon now splits %d parameters (first: %s) into other matrices than the run that saved "
-            "this checkpoint did, so it computes other updates for them; to continue as before, set muon_fused, muon_split "
-            'and per_head_muon as in that run (or "muon_fused": "whole", if its deepspeed-muon did not have this key)',
+            "this checkpoint did, so it computes other updates for them; to continue as before, set muon_fused, "
+            'muon_split and per_head_muon as in that run (or "muon_fused": "whole", if its deepspeed-muon did not have this key)',
             len(other),
             other[0],
         )

@@ -47,12 +47,15 @@ MAX_QUOTED = 600
 
 @dataclass(frozen=True)
 class Renames:
-    """How names in a checkpoint become names of this model: (regular expression, replacement), the first that fits."""
+    """The pairs (regular expression, replacement) that turn parameter names of a checkpoint into names of this model.
+
+    The first expression that is found in a name decides; if none is found, the name stays.
+    """
 
     pairs: tuple[tuple[re.Pattern[str], str], ...] = ()
 
     def __call__(self, name: str) -> str:
-        """Return the name in this model of what the checkpoint calls ``name``."""
+        """Return what this model calls the parameter that the checkpoint calls ``name``."""
         for pattern, replacement in self.pairs:
             if pattern.search(name):
                 return pattern.sub(replacement, name)
@@ -60,10 +63,13 @@ class Renames:
 
 
 def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
-    """Return what ``muon_changed_model`` in the section ``checkpoint`` of a ds_config allows; ``None``: no change.
+    """Read the key ``muon_changed_model`` of ``section``, the section ``checkpoint`` of a ds_config.
+
+    Return how to rename parameters when a load matches them by name (no renames for "match"). Return ``None`` if the
+    key is missing or "error": then only checkpoints of the same model are loaded.
 
     Raises:
-        MuonConfigError: it is neither "error", "match" nor {"rename": {pattern: replacement}}.
+        MuonConfigError: the value is neither "error", "match" nor {"rename": {pattern: replacement}}.
     """
     name = KEY.partition(".")[2]
     if wrong := [key for key in section or () if key.startswith("muon") and key != name]:
@@ -88,7 +94,10 @@ def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
 
 
 class ModelFiles:
-    """The model's values in a checkpoint's model files: frozen parameters and buffers, and at stages 0 to 2 all."""
+    """The parameters and buffers in a checkpoint's ``*model_states.pt`` files.
+
+    At ZeRO stage 3 these files contain only frozen parameters and buffers, at stages 0 to 2 all parameters.
+    """
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*model_states.pt"), key=lambda file: list(map(int, re.findall(r"\d+", file.name))))
@@ -103,7 +112,7 @@ class ModelFiles:
             self.shapes |= {name: tuple(shape) for name, shape in shapes.items()}
 
     def read(self, name: str) -> Tensor | None:
-        """Return the value of a parameter or buffer; ``None`` if these files do not have it."""
+        """Return the whole value of the parameter or buffer ``name``; ``None`` if the model files do not contain it."""
         shape, value = self.shapes.get(name), self._values.get(name)
         if value is not None and tuple(value.shape) == shape:
             return value
@@ -114,12 +123,12 @@ class ModelFiles:
 
 
 class MatchedFolder(Folder):
-    """A universal checkpoint that is read by the names of another model.
+    """A universal checkpoint whose methods take the parameter names of this model instead of the saved names.
 
     Args:
-        folder: the universal checkpoint.
-        renames: saved name -> name in this model.
-        title: what the log calls it.
+        folder: path of the universal checkpoint.
+        renames: turns a saved name into a name of this model.
+        title: what log messages call the checkpoint.
     """
 
     def __init__(self, folder: str, renames: Renames, title: str) -> None:
@@ -136,14 +145,14 @@ class MatchedFolder(Folder):
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return a parameter's weight or state ``key``; an empty tensor if the checkpoint does not have it."""
+        """Return the weight or the state ``key`` of the parameter ``name``; an empty tensor if it was not saved."""
         if name in self.is_muon:
             return super().read(self.saved_names[name], key)
         value = self.files.read(self.saved_names.get(name, name)) if key == WEIGHT else None
         return torch.empty(0, dtype=torch.float32, device="cpu") if value is None else value
 
     def step(self, name: str) -> float:
-        """Return how many optimizer steps the parameter has had."""
+        """Return how many optimizer steps the parameter ``name`` had taken at the save."""
         return super().step(self.saved_names[name])
 
 
@@ -152,7 +161,11 @@ class MatchedFolder(Folder):
 
 @dataclass(frozen=True)
 class Match:
-    """What a load by names does: ``actions`` of :func:`write_state`, and texts for the log -> names of parameters."""
+    """What a load by parameter names will do.
+
+    ``folder``: the checkpoint. ``actions``: parameter name -> what :func:`write_state` does with its state.
+    ``outcomes``: text for the log -> names of the parameters to which it applies.
+    """
 
     folder: MatchedFolder
     actions: Actions
@@ -160,11 +173,16 @@ class Match:
 
 
 def match(engine: Any, path: str, renames: Renames, title: str, load_states: bool) -> Match:
-    """Compare a universal checkpoint with the engine's model; read only sizes.
+    """Match the parameters of a universal checkpoint with those of the engine's model by name; load nothing yet.
+
+    Args:
+        path: folder of the universal checkpoint.
+        title: what log messages call it.
+        load_states: whether optimizer states will be loaded too.
 
     Raises:
-        CheckpointError: a parameter has another shape, and not only more or fewer rows of an embedding; or two saved
-            parameters get one name.
+        CheckpointError: a parameter has another shape (AdamW's may have more or fewer rows, such as an embedding), or
+            ``renames`` gives two saved parameters the same name.
     """
     folder, optimizer = MatchedFolder(path, renames, title), engine.basic_optimizer
     if len(folder.saved_names) < len(folder.files.shapes):
@@ -201,13 +219,16 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
 
 
 def _differs_in_rows(spec: MatrixSpec, saved: tuple[int, ...], folder: MatchedFolder) -> bool:
-    """Return whether only the number of rows differs, of a matrix that AdamW updates, such as an embedding."""
+    """Return whether AdamW updates the parameter and ``saved``, its saved shape, differs at most in the first size.
+
+    An example is an embedding to which tokens were added.
+    """
     is_adamw = not spec.use_muon and not folder.is_muon.get(spec.name, False)
     return is_adamw and len(saved) == len(spec.shape) >= 1 and saved[1:] == spec.shape[1:]
 
 
 def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> tuple[str, str]:
-    """Return (action of :func:`write_state`, text for the log) of a trained parameter."""
+    """Return (action that :func:`write_state` takes for the state, text for the log) for a trained parameter."""
     if spec.name not in folder.is_muon:
         return "zero", "state new, weight as saved" if spec.name in folder.shapes else "new, as the model was built"
     was_muon = folder.is_muon[spec.name]
@@ -225,7 +246,7 @@ def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> t
 
 
 def refuse_changed(engine: Any) -> None:
-    """Raise CheckpointError for engines whose ranks hold different parameters."""
+    """Raise CheckpointError if the engine uses pipelines, tensor parallelism or experts, which are unsupported."""
     found = [
         name
         for name, is_used in (
@@ -245,10 +266,15 @@ def refuse_changed(engine: Any) -> None:
 def loading_by_name(
     engine: Any, arguments: Mapping[str, Any], renames: Renames
 ) -> Iterator[Callable[[Callable], tuple[Any, Any]]]:
-    """Convert the checkpoint and check it on all ranks; yield a function that loads it, as DeepSpeed's
-    ``load_checkpoint``, which it gets. All ranks raise CheckpointError before anything is changed.
+    """Convert a checkpoint to a universal one, match it with the model, and yield a function that loads it.
 
-    ``arguments``: those of ``load_checkpoint``, by name.
+    That function takes DeepSpeed's ``load_checkpoint`` and returns what it returns: (path, client_state). A temporary
+    universal checkpoint is removed at the end of the context. A collective.
+
+    ``arguments``: name -> value of the arguments of ``load_checkpoint``.
+
+    Raises:
+        CheckpointError: on all ranks, before the engine changes, if the checkpoint cannot be converted or matched.
     """
     refuse_changed(engine)
     saved, load_states = Path(arguments["load_dir"], arguments["tag"]), loads_states(arguments)
@@ -282,7 +308,10 @@ def loading_by_name(
 
 @contextmanager
 def _universal(engine: Any, saved: Path) -> Iterator[Path]:
-    """Yield a universal checkpoint with the contents of ``saved``: itself, or one that lives as long as the context."""
+    """Yield the path of a universal checkpoint with the contents of the checkpoint ``saved``.
+
+    That is ``saved`` if the config says that it is universal, otherwise a copy that the end of the context removes.
+    """
     if engine.load_universal_checkpoint():
         yield saved
         return
@@ -297,7 +326,10 @@ def _universal(engine: Any, saved: Path) -> Iterator[Path]:
 
 
 def _convert(engine: Any, saved: Path, target: Path) -> None:
-    """Convert a checkpoint on rank 0, with DeepSpeed's converter; at stage 0, which it does not know, with ours."""
+    """Write the universal checkpoint ``target`` from ``saved``, on rank 0 only.
+
+    DeepSpeed's converter does it, except at stage 0, which only :mod:`stage0_conversion` supports.
+    """
     if engine.global_rank:
         return
     logger.info("deepspeed-muon: converting the checkpoint %s to a universal one, to load it by parameter names", saved)
@@ -317,13 +349,13 @@ def _convert(engine: Any, saved: Path, target: Path) -> None:
 
 @contextmanager
 def _in_universal_mode(engine: Any) -> Iterator[None]:
-    """Let DeepSpeed take the engine for one whose config asks for a universal checkpoint."""
+    """Inside the context, make DeepSpeed load universal checkpoints, as with ``"load_universal": true``."""
     with replaced(engine, load_universal_checkpoint=lambda original: True, _get_all_ckpt_names=either_name):
         yield
 
 
 def _check_schedule(engine: Any, arguments: Mapping[str, Any], files: ModelFiles) -> None:
-    """Raise CheckpointError if the saved schedule is of another number of parameter groups."""
+    """Raise CheckpointError if a schedule is to be loaded, but none with this number of groups was saved."""
     if engine.lr_scheduler is None or not loads_states(arguments, "lr_scheduler"):
         return
     saved = files.lr_scheduler
@@ -338,7 +370,10 @@ def _check_schedule(engine: Any, arguments: Mapping[str, Any], files: ModelFiles
 
 
 def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load_states: bool) -> tuple[Any, Any]:
-    """Load counters and schedule as DeepSpeed does, and weights and states by name, which it cannot at stage 0."""
+    """Load a universal checkpoint at stage 0, where DeepSpeed cannot; return (path, client_state).
+
+    DeepSpeed loads the counters and the schedule; weights and optimizer states are matched by name.
+    """
     folder, tag, *_ = options["load_dir"], options["tag"]
     rest = {key: value for key, value in options.items() if key not in ("engine", "self", "load_dir", "tag")}
     path, client_state = engine._load_checkpoint(folder, tag, **rest | {"load_optimizer_states": False})
@@ -350,7 +385,7 @@ def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load
 
 @torch.no_grad()
 def _write_untrained(engine: Any, folder: MatchedFolder) -> None:
-    """Write frozen parameters and buffers that the checkpoint has; a collective at stage 3."""
+    """Copy the frozen parameters and buffers that the checkpoint contains into the model; a collective at stage 3."""
     from deepspeed.runtime.zero import GatheredParameters
 
     trained = {spec.name for spec in engine.basic_optimizer.specs.values()}

@@ -31,17 +31,18 @@ from deepspeed.muon.zero.tp_ranks import tp_rank
 
 
 def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
-    """Return whether ``load_checkpoint(**arguments)`` loads the state of ``kind``: "optimizer" or "lr_scheduler"."""
+    """Return whether ``load_checkpoint(**arguments)`` loads the states of ``kind``, "optimizer" or "lr_scheduler"."""
     return arguments[f"load_{kind}_states"] and not arguments["load_module_only"]
 
 
 def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
-    """Return the facts that decide whether a checkpoint fits an engine: JSON values, equal in one :func:`model_share`.
+    """Return the facts about an engine that a save records, so that a load can tell whether the checkpoint fits.
 
-    ``shapes``: name -> shape of each tensor in the model's state dict; ``exclude_frozen`` leaves out frozen parameters.
-    ``groups``: the optimizer's parameter groups, with the keys that decide whether they fit.
+    All values can be written as JSON. All ranks with the same :func:`model_share` get equal ones. The keys include:
+    ``shapes``: {name: shape} of the tensors in the model's state dict; ``exclude_frozen`` omits frozen parameters.
+    ``groups``: the optimizer's parameter groups, reduced to the keys that a load compares.
     ``layout``: a hash of the positions of all parameters in the flat tensors of all ranks.
-    ``params``: at stage 0, the names of the parameters of each group.
+    ``params``: at stage 0 only, a list of parameter names for each group.
     """
     optimizer: MuonWithAuxAdam = engine.basic_optimizer
     names = {"matrices": sorted(muon_names(optimizer))}
@@ -61,7 +62,10 @@ def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, A
 
 
 def model_share(engine: Any) -> tuple[int, int]:
-    """Return (index of this rank's share, number of shares): a tensor-parallel rank's part of one pipeline stage."""
+    """Return (index of this rank's share of the model, number of shares).
+
+    A share is what one tensor-parallel rank holds of one pipeline stage; (0, 1) without these two.
+    """
     rank, size = tp_rank(engine)
     return engine.basic_optimizer.stage * size + rank, stages_of(engine.module) * size
 
@@ -77,7 +81,7 @@ def _shapes(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, list[int
 
 
 def _names_by_group(optimizer: MuonWithAuxAdam) -> list[list[str]]:
-    """Return the parameters' names at stage 0, in the order of the optimizer's state, which has no names."""
+    """Return a list of parameter names for each group at stage 0, in the order of the states in ``state_dict()``."""
     partitions = sorted(optimizer.all_partitions, key=lambda partition: partition.index)
     return [[shard.spec.name for shard in partition.shards] for partition in partitions]
 
@@ -92,17 +96,19 @@ def _layout(partitions: list[Partition]) -> str:
 
 
 def muon_facts_of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
-    """Return :func:`muon_facts` (parameter name -> hash of its blocks) of all pipeline stages; a collective."""
+    """Return {parameter name: hash of its blocks} (see :func:`muon_facts`) of all pipeline stages; a collective."""
     return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
 
 
 def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
-    """Return those facts of an :func:`engine_fingerprint` that DeepSpeed's own files contain, and the parameter order.
+    """Return the facts of an :func:`engine_fingerprint` that can be read from DeepSpeed's own checkpoint files.
 
-    For checkpoints without a manifest. Opens the files that this rank would load, but reads no tensor from them.
-    ``arguments`` are those of ``load_checkpoint``, by name.
+    Call it for a checkpoint without a manifest. It opens the files that this rank would load, but reads no tensor.
+    ``order`` is an additional key, for :func:`_order_difference`.
+    ``arguments``: name -> value of the arguments of ``load_checkpoint``.
 
-    Raises CheckpointError if a file is missing or unreadable, and at stage 0 if another stage saved the states.
+    Raises:
+        CheckpointError: a file is missing or unreadable, or the engine has stage 0 and another stage saved the states.
     """
     folder = arguments["load_dir"]
     model = _opened(read_model, engine._get_ckpt_name(folder, tag))
@@ -123,12 +129,18 @@ def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) 
 
 
 def _order(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return [name, shape] of each parameter, group by group, in the order in which DeepSpeed flattened them."""
+    """Return one [name, shape] for each parameter, group after group, in the order in which DeepSpeed flattened them.
+
+    ``param_shapes``: {name: shape} for each group, as DeepSpeed saves it.
+    """
     return [[name, list(shape)] for group in param_shapes for name, shape in group.items()]
 
 
 def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
-    """Return each parameter's number of elements in a stage-0 optimizer state; ``None`` if it has no state yet."""
+    """Return the number of elements of each parameter in saved stage-0 optimizer states, in their order.
+
+    It is ``None`` for a parameter without a saved state.
+    """
     inner = states.get("optimizer_state_dict", states)
     indices = [index for group in inner["param_groups"] for index in group["params"]]
     found = [inner["state"].get(index, {}) for index in indices]
@@ -136,9 +148,9 @@ def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
 
 
 def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
-    """Return a message if a checkpoint without manifest has the parameters in another order, otherwise ``None``.
+    """Return an error message if the optimizer's parameters were saved in another order; ``None`` if in the same.
 
-    ``saved``: the ``order`` in the checkpoint's :func:`checkpoint_fingerprint`.
+    ``saved``: the value of ``order`` in the :func:`checkpoint_fingerprint`.
     """
     if engine.zero_optimization():
         current: list[Any] = _order(engine._get_zero_param_shapes())
@@ -169,11 +181,11 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
 
 
 def difference(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return why the checkpoint cannot be loaded into the engine, and what to do; ``None`` if it can be loaded.
+    """Return an error message that says why a checkpoint does not fit the engine and what to do; ``None`` if it fits.
 
     Args:
         saved: the :func:`engine_fingerprint` of the save, or a :func:`checkpoint_fingerprint`, which lacks some facts.
-        arguments: those of ``load_checkpoint``, by name; ``tag`` must be set.
+        arguments: name -> value of the arguments of ``load_checkpoint``; ``tag`` must not be ``None``.
     """
     current, folder = engine_fingerprint(engine), Path(arguments["load_dir"], arguments["tag"])
     known = {**current, **saved}
@@ -235,9 +247,9 @@ def _shape_difference(saved: dict[str, Any], current: dict[str, list[int]], is_s
 
 
 def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
-    """Warn if there is no schedule and a load has changed learning rates. ``before``: each group's rate before it.
+    """Warn after a load that has changed learning rates, if no schedule will set them again.
 
-    The checkpoint's rates stay, as with any torch optimizer. A schedule would set the config's from the next step on.
+    ``before``: the learning rate of each parameter group before the load.
     """
     groups = engine.basic_optimizer.param_groups
     changes = [

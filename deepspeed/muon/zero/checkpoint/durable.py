@@ -36,7 +36,7 @@ def _warn_once(call: str, consequence: str) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Flush the data of an open file to disk; warn once if the file system does not support fsync."""
+    """Flush an open file or folder to disk (fsync); warn once if the file system does not support it."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -46,7 +46,7 @@ def sync(descriptor: int) -> None:
 
 
 def move(temporary: Path, file: Path) -> None:
-    """Replace ``file`` by ``temporary``: atomically if the file system can rename, otherwise by a copy."""
+    """Replace ``file`` by ``temporary``: atomically, or by a copy if the file system cannot rename."""
     try:
         temporary.replace(file)
     except OSError as error:
@@ -60,7 +60,10 @@ def move(temporary: Path, file: Path) -> None:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replace a small file, or the target of a symbolic link: after a crash it has either the old or the new text."""
+    """Write ``text`` to a small file so that after a crash it contains either the old or the new text.
+
+    If ``file`` is a symbolic link, its target is replaced.
+    """
     file = file.resolve()
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}{TEMPORARY}")
     try:
@@ -81,7 +84,9 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def lock(folder: Path) -> int | None:
-    """Lock a folder until the returned descriptor is closed or the process ends; ``None`` if folders cannot be locked.
+    """Lock a folder until the returned file descriptor is closed or the process ends.
+
+    Return ``None``, without a lock, if the file system cannot lock folders.
 
     Raises:
         CheckpointError: another process has locked it.
@@ -101,7 +106,7 @@ def lock(folder: Path) -> int | None:
 
 
 def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) -> Tensor:
-    """Return a 1-D fp32 tensor of ``numel`` zeros that is mapped from a nameless file in ``folder``, to save memory.
+    """Return a 1-D fp32 CPU tensor of ``numel`` zeros that lies in a temporary file in ``folder``, not in memory.
 
     Return ``in_memory(numel)`` instead if the folder has no room or its file system cannot map files.
     """
@@ -114,13 +119,13 @@ def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) 
 
 
 class SyncedFile:
-    """A new file that the system already writes to disk while more data is appended."""
+    """A new file whose data the operating system writes to disk while the caller still appends more."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._waiting = path.open("wb"), 0
 
     def write(self, data: Any) -> None:
-        """Append bytes."""
+        """Append ``data``, any object with bytes, to the file."""
         self._file.write(data)
         self._waiting += len(data)
         if self._waiting >= SYNC_BYTES:
@@ -130,7 +135,7 @@ class SyncedFile:
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file once its bytes are on disk; raise OSError if a write failed."""
+        """Wait until all data of the file is on disk, then close it; raise OSError if a write failed."""
         with self._file:
             self._file.flush()
             sync(self._file.fileno())
