@@ -253,7 +253,8 @@ def check_groups(optimizer: Any, groups: Groups) -> None:
         logger.warning(
             "deepspeed-muon: Muon now splits %d parameters (first: %s) into other matrices than the run that saved "
             "this checkpoint did, so it computes other updates for them; to continue as before, set muon_fused, "
-            'muon_split and per_head_muon as in that run (or "muon_fused": "whole", if its deepspeed-muon did not have this key)',
+            'muon_split and per_head_muon as in that run (or "muon_fused": "whole", if its deepspeed-muon did not have '
+            "this key)",
             len(other),
             other[0],
         )

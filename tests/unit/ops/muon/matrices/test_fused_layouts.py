@@ -292,8 +292,8 @@ NO_DOWN = "there is no down projection next to gate_up_proj"
     [
         (Attention(query_key_value=linear(8, 24)), "left whole: it is unknown how query_key_value of Attention orders"),
         (Attention(c_attn=linear(8, 16)), "c_attn has 16 outputs, but queries, keys and"),
-        (Attention(4, 2, 8, qkv=linear(8, 72)), "left whole: qkv has 72 outputs, not"),
-        (Attention(4, 3, 8, linear_qkv=linear(8, 80)), "linear_qkv has 80 outputs, not"),
+        (Attention(4, 2, 8, qkv=linear(8, 72)), "left whole: qkv has 72 outputs, but"),
+        (Attention(4, 3, 8, linear_qkv=linear(8, 80)), "linear_qkv has 80 outputs, but"),
         (Attention(4, 2, 8, linear_qkv=linear(8, 96)), "linear_qkv has 96 outputs, but queries"),
         (Attention(kv_b_proj=linear(8, 24)), "kv_b_proj has 24 outputs, but keys and"),
         (InternLM2Attention(4, 2, 2, c_attn=Conv1D(8, 16)), "groups above 1 need axis 0"),
