@@ -42,7 +42,7 @@ SEAMS = (
 
 
 def is_torchs(checkpoint_engine: Any) -> bool:
-    """Return whether a checkpoint engine uses ``torch.save`` and has written a file when its ``save`` returns.
+    """Return whether ``checkpoint_engine`` is DeepSpeed's engine that writes each file with ``torch.save`` at once.
 
     DeepSpeed's other engines finish files after ``save_checkpoint``, or let several ranks write parts of one file.
     """
@@ -82,7 +82,7 @@ class SafeFiles(CheckpointEngine):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Make this the checkpoint engine of the DeepSpeed engine for as long as the context lasts."""
+        """Inside the context, make the DeepSpeed engine save and load through this checkpoint engine."""
         self.engine.checkpoint_engine = self
         try:
             yield
@@ -90,10 +90,11 @@ class SafeFiles(CheckpointEngine):
             self.engine.checkpoint_engine = self.contents
 
     def run(self, save: Callable[[], Any]) -> Any:
-        """Call ``save``, in which DeepSpeed saves through this checkpoint engine, and return its result.
+        """Call ``save``, a function that calls DeepSpeed's ``save_checkpoint``, and return its result.
 
         Raises:
-            CheckpointError: on all ranks. The files of this save are removed, unless only writing ``latest`` failed.
+            CheckpointError: on all ranks, if one could not save. The files of this save are removed, unless only
+                writing ``latest`` failed.
         """
         # DeepSpeed would copy NVMe swap files, bypassing its checkpoint engine; our files already have their contents.
         on_engine = {"zero_nvme_offload_optimizer": lambda original: False}
@@ -113,7 +114,7 @@ class SafeFiles(CheckpointEngine):
                     os.close(self._lock)
 
     def _guarded(self, save: Callable[[], Any]) -> Any:
-        """Call ``save``; if it fails on this rank after ``create``, still join the other collectives of the save."""
+        """Call ``save`` and return its result; after a failure still join the collectives of the other ranks."""
         try:
             return save()
         except CheckpointError:
@@ -142,7 +143,10 @@ class SafeFiles(CheckpointEngine):
         return raise_on_all_ranks(act, failure)
 
     def leave_to_deepspeed(self, folder: Path) -> None:
-        """Remove an older save's header from a folder to which another checkpoint engine will write; a collective."""
+        """Remove the manifest header of an older save from ``folder``, before another checkpoint engine writes to it.
+
+        A collective.
+        """
         self.folder = folder
         self._on_all_ranks(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
@@ -154,7 +158,7 @@ class SafeFiles(CheckpointEngine):
     # ---- what DeepSpeed calls, in this order --------------------------------------------------------------
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-        """Make a folder; keep an error for ``create`` or ``commit``, which raises it on all ranks."""
+        """Make a folder. An error is not raised here, but by ``create`` or ``commit`` on all ranks."""
         self._attempt(self.contents.makedirs, path, exist_ok=exist_ok)
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -244,9 +248,9 @@ class SafeFiles(CheckpointEngine):
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the contents of a file. Files of ZeRO's optimizer state are mapped, others read into memory.
+        """Return the contents of a file. Only the tensors of ZeRO's optimizer files are memory-mapped.
 
-        The user may keep tensors of the other files, which a later save may overwrite.
+        A mapped tensor changes if a later save overwrites the file; the user may keep tensors of the other files.
         """
         # Mapping saves time and memory. A load copies states into existing tensors, so nothing keeps the file in use.
         is_state = "zero_pp_rank_" in path and path.endswith("optim_states.pt")
@@ -258,7 +262,7 @@ class SafeFiles(CheckpointEngine):
         return [file for pattern in STATES for file in self.folder.glob(pattern)]
 
     def _structures(self) -> list[dict[str, Any]]:
-        """Return the engine fingerprint of each model share, in the order of the shares; a collective."""
+        """Return the :func:`engine_fingerprint` of each :func:`model_share`, in the shares' order; a collective."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
         mine = self._on_all_ranks(lambda: compatibility.engine_fingerprint(self.engine, self.exclude_frozen))
@@ -270,7 +274,7 @@ class SafeFiles(CheckpointEngine):
         return [structure for _, structure in sorted(filter(None, found))]
 
     def _wait_for_disk(self) -> None:
-        """Wait until this rank's files are on disk; raise its first error, if there was any."""
+        """Wait until all files that this rank wrote are on disk; raise the first error that occurred in this save."""
         for path, done in self._syncs.items():
             try:
                 done.result()
@@ -291,7 +295,10 @@ class SafeFiles(CheckpointEngine):
         manifest.finish(self.folder, self.engine.global_rank, self.facts["save_id"], self.placed)
 
     def _remove_older(self, files: set[Path]) -> None:
-        """Remove files of earlier saves of this tag; converters would read them. ``files``: those of this save."""
+        """Remove files that earlier saves left in this tag's folder, because converters would read them.
+
+        ``files``: the files of this save, which stay.
+        """
         listed = {self.folder / manifest.manifest_name(rank) for rank in self.facts["ranks"]}
         others = {*self._states(), *self.folder.glob(manifest.MANIFESTS)} - files - listed
         for file in (*others, *self.folder.glob(f"*{durable.TEMPORARY}")):
@@ -320,7 +327,7 @@ class SafeFiles(CheckpointEngine):
                 self._repoint_latest()
 
     def _repoint_latest(self) -> None:
-        """Make ``latest`` name the newest complete checkpoint, or remove it, if it names this failed save."""
+        """Write the newest complete tag to ``latest`` if it names this failed save; remove it if there is none."""
         latest = self.save_dir / "latest"
         if not latest.is_file() or latest.read_text().strip() != self.tag:
             return

@@ -73,7 +73,7 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
 
 
 class Saved:
-    """A checkpoint of stock's Muon: its groups, its parameters' names and shapes, and the parts that ranks saved."""
+    """The contents of a checkpoint of stock's Muon: groups, and each parameter's shape, weight and states."""
 
     def __init__(self, folder: Path, name: str, stage: int) -> None:
         self.model_file, self.stage = folder / name, stage
@@ -91,7 +91,7 @@ class Saved:
         self.steps = 0.0
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Set the parameter groups; raise ImportStateError unless stock's Muon saved them."""
+        """Set ``self.groups`` to the saved parameter groups; raise ImportStateError unless stock's Muon saved them."""
         flags = [group.get("use_muon") for group in groups]
         if None in flags or any("matrices" in group for group in groups):
             raise ImportStateError(
@@ -102,14 +102,15 @@ class Saved:
         self.groups = groups
 
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Set the step count: the first one among the states ``entries``, or the engine's if none has a count."""
+        """Set ``self.steps`` to the first ``step`` in the states ``entries``, or to the engine's if there is none."""
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
 
     def add(self, name: str, use_muon: bool, weight: Tensor, entry: Mapping[str, Tensor], part: Any = ...) -> None:
-        """Append one rank's part of a parameter's weight and state; call it for the ranks in order.
+        """Append one rank's part of a parameter's weight and states; call it for the ranks in order.
 
-        ``entry``: key -> state. ``part``: the parameter's elements in ``weight`` and in the states.
+        ``weight``, ``entry``: the rank's flat weights, and {key: flat state}. ``part``: the slice of them that belongs
+        to the parameter ``name``.
         """
         if use_muon:
             self.matrices.add(name)
@@ -119,7 +120,11 @@ class Saved:
                 self.parts[name][key].append(entry[key][part])
 
     def whole(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, key -> value) of each parameter: fp32 weight and states in its shape, and the step count."""
+        """Yield (name, {key: value}) for each parameter: its weight (fp32) and states in its shape, and ``step``.
+
+        Raises:
+            ImportStateError: the optimizer state of a parameter is missing.
+        """
         absent = [n for n in self.shapes for key in KEYS[n in self.matrices] if key not in self.parts[n]]
         if absent:
             raise ImportStateError(
@@ -136,7 +141,7 @@ class Saved:
 
 
 def read(folder: Path) -> Saved:
-    """Open the folder of one tag; its tensors are memory-mapped.
+    """Read the checkpoint in ``folder``, the folder of one tag; its tensors are memory-mapped.
 
     Raises:
         ImportStateError: stock's Muon did not save it.
@@ -168,9 +173,10 @@ def read(folder: Path) -> Saved:
 
 
 def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, is_share: bool) -> None:
-    """Add one rank's partition of each group, in which parameters follow each other in the order of ``param_shapes``.
+    """Add what one rank saved at stage 1 or 2 to ``saved``: its partition of each parameter group.
 
-    ``states``: group -> its state. ``is_share``: the momentum is that of the partition, not of whole matrices.
+    ``state``: the rank's ZeRO state. ``states``: {group index: optimizer state}. ``is_share``: whether the momentum
+    covers the rank's partition; otherwise it covers whole matrices.
     """
     for index, (group, shapes) in enumerate(zip(saved.groups, saved.model["param_shapes"], strict=True)):
         use_muon, entry, span = group["use_muon"], states.get(index, {}), saved.spans[index]
@@ -191,7 +197,10 @@ def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, An
 
 
 def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], count: int) -> None:
-    """Add one rank's part of each parameter; ``count``: number of ranks. ``states``: sub-group -> its state."""
+    """Add what one rank saved at stage 3 to ``saved``: its part of each parameter.
+
+    ``state``: the rank's ZeRO state. ``states``: {sub-group index: optimizer state}. ``count``: number of ranks.
+    """
     muon = {i for group in saved.groups if group["use_muon"] for i in group["params"]}
     for index, shapes in enumerate(saved.model["param_shapes"]):
         start, weights = 0, state["fp32_flat_groups"][index]
@@ -202,7 +211,11 @@ def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any
 
 
 def _read_stage0(folder: Path) -> Saved:
-    """Open a stage-0 checkpoint. States have no names in it: stock's order tells the parameter of each."""
+    """Read a stage-0 checkpoint. Its states have no names, and are assigned by the order in which stock stores them.
+
+    Raises:
+        ImportStateError: stock's Muon did not save it, or the shapes of the states do not fit this order.
+    """
     saved = Saved(folder, MODEL_FILE, 0)
     outer = saved.model["optimizer"] or {}
     base = outer.get("optimizer_state_dict", outer)

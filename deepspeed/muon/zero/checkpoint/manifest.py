@@ -32,12 +32,12 @@ CHUNK = 4 * 2**20
 
 
 def manifest_name(rank: int) -> str:
-    """Return the name of the file in which a rank lists what it wrote."""
+    """Return the file name of the manifest in which ``rank`` lists the files that it saved."""
     return f"muon_save.{rank:05d}.json"
 
 
 def begin(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the header, which makes an older checkpoint in this folder incomplete.
+    """Write the header of a new save to ``folder``. An older checkpoint there counts as incomplete from now on.
 
     Args:
         facts: the header's contents: ``save_id``, ``world_size``, ``ranks`` (those that write to this folder; default:
@@ -48,15 +48,19 @@ def begin(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def finish(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> None:
-    """Write this rank's manifest; ``files`` must be on disk, below the folder."""
+    """Write the manifest of ``rank``, a list of ``files`` with their sizes and checksums.
+
+    The files must be on disk already, in ``folder`` or below.
+    """
     listed = {file.relative_to(folder).as_posix(): _facts(file) for file in files}
     write_atomically(folder / manifest_name(rank), json.dumps({"save_id": save_id, "rank": rank, "files": listed}))
 
 
 def _facts(file: Path) -> dict[str, int | None]:
-    """Return a file's entry in a manifest: ``bytes``, and ``records`` of an archive or ``crc32`` of another file.
+    """Return a file's entry in a manifest: {"bytes": size, "records" or "crc32": checksum}.
 
-    ``crc32`` is ``None`` if torch is configured to compute no checksums.
+    ``records`` is for archives of ``torch.save``, ``crc32`` for other files. The checksum is ``None`` if torch is
+    configured to compute none.
     """
     size = file.stat().st_size
     # torch has computed the CRC-32 of an archive's records; another of the whole file would double a save's CPU time.
@@ -67,21 +71,21 @@ def _facts(file: Path) -> dict[str, int | None]:
 
 
 def _records(archive: zipfile.ZipFile) -> int:
-    """Return the CRC-32 of an archive's directory, which lists name, offset, size and CRC-32 of each record."""
+    """Return a CRC-32 over the directory of a zip archive: the name, offset, size and CRC-32 of each record."""
     assert archive.fp is not None
     archive.fp.seek(archive.start_dir)
     return zlib.crc32(archive.fp.read())
 
 
 def is_of(file: Path, save_id: str) -> bool:
-    """Return whether a header or manifest belongs to the save with this id; False if it cannot be read."""
+    """Return whether ``file``, a header or manifest, belongs to the save ``save_id``; False if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(file.read_text())["save_id"] == save_id
     return False
 
 
 def forget(file: Path, save_id: str) -> bool:
-    """Remove a header or manifest if it belongs to the save with this id; return whether it was removed."""
+    """Remove ``file``, a header or manifest, if it belongs to the save ``save_id``; return whether it was removed."""
     with suppress(OSError):
         if is_of(file, save_id):
             file.unlink()
@@ -90,7 +94,11 @@ def forget(file: Path, save_id: str) -> bool:
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """Return a folder's header, or ``None`` without one; raise CheckpointError if it is unreadable or too new."""
+    """Return the contents of the header in ``folder``; ``None`` if there is no header.
+
+    Raises:
+        CheckpointError: the header is unreadable, or a newer version wrote it.
+    """
     file = folder / HEADER
     try:
         header = json.loads(file.read_text()) if file.exists() else None
@@ -102,10 +110,10 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> list[str]:
-    """Return one message for each problem with the files that ``rank`` wrote in the save ``save_id``.
+    """Check the files that ``rank`` wrote in the save ``save_id``; return a message for each problem, or [].
 
     Args:
-        contents: whether to read the files and compare their checksums, or only their sizes.
+        contents: whether to compare checksums, which reads the files; otherwise only sizes are compared.
     """
     name = manifest_name(rank)
     try:
@@ -140,7 +148,7 @@ def _damage(folder: Path, name: str, facts: dict[str, int | None], contents: boo
 
 
 def _is_intact(file: Path, key: str, value: int | None) -> bool:
-    """Return whether a file has the checksum of its entry in a manifest; ``key``: "crc32" or "records"."""
+    """Return whether the checksum of ``file`` equals ``value``; ``key`` tells its kind, "crc32" or "records"."""
     if key == "crc32":
         return value is None or checksum(file) == value
     with zipfile.ZipFile(file) as archive:
@@ -149,7 +157,7 @@ def _is_intact(file: Path, key: str, value: int | None) -> bool:
 
 
 def complete_tags(folder: Path) -> list[str]:
-    """Return the names of the checkpoints below a folder whose files all exist in full size, the newest first."""
+    """Return the tags in ``folder`` whose checkpoints are complete (all files exist in full size), newest first."""
     headers = sorted(folder.glob(f"*/{HEADER}"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.parent.name for file in headers if _is_complete(file.parent)]
 

@@ -34,12 +34,13 @@ SEAMS = tuple(
 
 @contextmanager
 def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Check this rank's files; then, inside the context, make DeepSpeed's ``load_checkpoint`` work with NVMe.
-
-    Raises CheckpointError on every rank, before anything is changed, if the files of one of them do not fit.
+    """Inside the context, make DeepSpeed's ``load_checkpoint`` load weights and states that are offloaded to NVMe.
 
     Args:
-        arguments: those of ``load_checkpoint``, by name; ``tag`` is ``None`` if there is nothing to load.
+        arguments: name -> value of the arguments of ``load_checkpoint``; ``tag`` is ``None`` if nothing will be loaded.
+
+    Raises:
+        CheckpointError: on all ranks, before anything changes, if one rank's files do not fit its engine.
     """
     wrapper, optimizer, is_universal = engine.optimizer, engine.basic_optimizer, engine.load_universal_checkpoint()
     uses_nvme = wrapper.swap_optimizer or wrapper.params_in_nvme_and_cpu
@@ -50,13 +51,16 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
         saved = raise_on_all_ranks(check, lambda reasons: CheckpointError(refusal + reasons))
 
     def load_checkpoint(original: Callable, load_dir: str, tag: str, **options: Any) -> Any:
-        """Replace ``_load_checkpoint``, which without optimizer states would gather weights from empty zero files."""
+        """Replace ``_load_checkpoint``: ask for optimizer states, so that DeepSpeed does not gather weights instead."""
         if saved is not None or is_universal:
             options["load_optimizer_states"] = True
         return original(load_dir, tag, **options)
 
     def load_zero_file(original: Callable, state: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        """Replace ``_rigid_load_state_dict``: with NVMe, load the checked ``saved`` instead of ``state``."""
+        """Replace ``_rigid_load_state_dict``: copy weights and states to where they are, also on NVMe.
+
+        The source is the ``saved`` that was checked before; ``state`` if there is none.
+        """
         nonlocal has_weights
         if saved is None and not uses_nvme:
             original(state, load_optimizer_states=load_optimizer_states)
@@ -65,7 +69,7 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
             has_weights = True
 
     def load_weights(original: Callable) -> None:
-        """Replace ``_restore_from_bit16_weights``: load fp32 weights from ``saved``, or the model's without it."""
+        """Replace ``_restore_from_bit16_weights``: set the fp32 weights from ``saved``, or from the model's weights."""
         nonlocal has_weights
         if saved is None and uses_nvme:
             _refresh(wrapper)
@@ -87,9 +91,12 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
 
 
 def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) -> dict[str, Any] | None:
-    """Return this rank's ZeRO state, completed from swap files of older checkpoints; ``None`` if DeepSpeed can load it.
+    """Return this rank's saved ZeRO state; ``None`` if DeepSpeed can load it by itself.
 
-    Raises CheckpointError if the part that will be loaded does not fit the engine.
+    Tensors that older versions saved as NVMe swap files are mapped from these files.
+
+    Raises:
+        CheckpointError: a swap file is missing, or what will be loaded does not fit the engine.
     """
     load_dir, tag = arguments["load_dir"], arguments["tag"]
     file = Path(engine._get_zero_ckpt_name(load_dir, tag))
@@ -124,7 +131,7 @@ def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) 
 
 
 def _whole(folder: Path, tensor: Tensor, name: str, numel: int) -> Tensor:
-    """Return ``tensor``; if it has no elements, map the ``numel`` fp32 values of swap file ``name`` instead."""
+    """Return ``tensor``, or if it is empty, ``numel`` fp32 values that are mapped from the swap file ``name``."""
     if tensor.numel():
         return tensor
     path = folder / f"{name}.tensor.swp"
@@ -156,7 +163,10 @@ def _layout_difference(engine: Any, model: Mapping[str, Any]) -> str | None:
 
 
 def _restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any], load_optimizer_states: bool) -> None:
-    """Copy weights and, if asked, states from ``saved`` into the existing tensors; load settings and loss scale."""
+    """Copy the fp32 weights in ``saved``, a rank's ZeRO state, into the existing tensors.
+
+    ``load_optimizer_states``: also load the optimizer states, the groups' settings and the loss scale.
+    """
     loaded: dict[Tensor, dict[str, Any]] = {}
     if load_optimizer_states:
         for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
@@ -169,7 +179,7 @@ def _restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any], lo
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the groups' settings with torch's loader; return the loaded states by tensor, without attaching them."""
+    """Load the groups' settings; return {flat tensor: its loaded states}, which the optimizer does not keep."""
     bound = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
     wrapper._set_fp32_optimizer_param_groups()
     try:
@@ -181,7 +191,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, An
 
 
 def _refresh(wrapper: Any) -> None:
-    """Copy the model's 16-bit weights to the fp32 ones."""
+    """Copy the model's 16-bit weights to the fp32 weights of the optimizer, also those on NVMe."""
     for index, bit16 in enumerate(wrapper.fp16_partitioned_groups_flat):
         with swapped_in(wrapper, index) as flat:
             if bit16 is None:

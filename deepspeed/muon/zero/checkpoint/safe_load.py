@@ -13,17 +13,17 @@ import torch
 
 
 def read_states(file: Path) -> Any:
-    """Return the contents of an optimizer state file; tensors are memory-mapped if its format permits.
+    """Return the contents of a ZeRO optimizer state file; its tensors are memory-mapped if the file format permits.
 
     Raises:
-        pickle.UnpicklingError: it holds more than tensors, numbers and the classes that ZeRO saves with them.
+        pickle.UnpicklingError: the file contains more than tensors, numbers and the classes that ZeRO saves with them.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def stage(kind: Any, name: str) -> Any:
-        """Replace ``getattr``, with which some Python versions pickle enumerations: allow ``ZeroStageEnum`` only."""
+        """Replace ``getattr`` in pickles, which some Python versions use for enumerations; allow only ZeroStageEnum."""
         if kind is not ZeroStageEnum:
             raise pickle.UnpicklingError(
                 f"{file.name} calls getattr({kind}, {name!r}), which no optimizer state needs; it may run foreign code "
@@ -41,5 +41,5 @@ def read_states(file: Path) -> Any:
 
 
 def read_model(file: Path) -> dict[str, Any]:
-    """Return the contents of a model file, memory-mapped too. Unpickles whatever the user saved, as DeepSpeed does."""
+    """Return the contents of a model file, memory-mapped; any object that the user saved is unpickled."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)

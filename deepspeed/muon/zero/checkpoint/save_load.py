@@ -56,7 +56,7 @@ def _arguments(original: Callable, engine: Any, args: tuple, options: dict[str, 
 
 
 def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
-    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
+    """Raise CheckpointError on all ranks if ``arguments``, those of the function ``call``, differ; a collective."""
     values = {name: value for name, value in arguments.items() if name in COMMON}
     for name in {"save_dir", "load_dir"} & values.keys():
         values[name] = str(Path(values[name]).absolute()) if values[name] else ""
@@ -71,7 +71,7 @@ def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> 
 
 
 def _position(engine: Any) -> int:
-    """Return how many micro-batches ran since the last step; 0 if the script decides which micro-batch ends a step."""
+    """Return how many micro-batches ran since the last step; 0 if the script itself decides when to step."""
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     if not is_managed or engine._is_gradient_accumulation_boundary is not None:
         return 0
@@ -82,10 +82,10 @@ def _position(engine: Any) -> int:
 
 
 def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.save_checkpoint``: let it write through :class:`SafeFiles`.
+    """Replace ``DeepSpeedEngine.save_checkpoint``: save through :class:`SafeFiles`, with checksums and atomically.
 
     Raises:
-        CheckpointError: on all ranks, if anything failed on one of them. The files of this save are removed,
+        CheckpointError: on all ranks, if the save failed on one of them. The files of this save are removed,
             ``latest`` names no incomplete checkpoint, and the engine can continue training and save again.
     """
     arguments = _arguments(original, engine, args, kwargs)
@@ -109,7 +109,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _warn_of_different_client_states(engine: Any, state: Any) -> None:
-    """Warn if ranks pass different ``client_state``, unless at stage 3, where DeepSpeed saves every rank's."""
+    """Warn if ranks pass different ``client_state``, except at stage 3, where each rank's is saved; a collective."""
     plain = (str, bytes, int, float, bool, type(None))
     facts = {
         str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
@@ -135,7 +135,7 @@ def _warn_of_unfinished_step(engine: Any) -> None:
 
 
 def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
-    """Warn once, at stage 1, of frozen parameters: DeepSpeed saves them for ``zero_to_fp32`` at stages 2 and 3 only."""
+    """Warn once, at stage 1, that DeepSpeed's ``zero_to_fp32`` will leave out frozen parameters."""
     adapter = engine.muon_adapter
     if engine.zero_optimization_stage() != 1 or are_excluded or adapter.has_warned_of_frozen:
         return
@@ -152,10 +152,10 @@ def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
 
 
 def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.load_checkpoint``: first check the files on all ranks.
+    """Replace ``DeepSpeedEngine.load_checkpoint``: load only if the files of all ranks are intact and fit the engine.
 
     Raises:
-        CheckpointError: the same on all ranks; the engine is unchanged.
+        CheckpointError: on all ranks, with the same message, if one of them does not. The engine is unchanged.
     """
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
@@ -183,7 +183,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         )
 
     def gather_tag(original: Callable, *args: Any, **options: Any) -> Any:
-        """Gather the weights of ``tag``, not of ``latest``, as DeepSpeed does at stage 3 without optimizer states."""
+        """Replace ``get_fp32_state_dict_from_zero_checkpoint``: read ``tag``, where DeepSpeed would read ``latest``."""
         return original(*args, **options | {"tag": tag})
 
     by_name = loading_by_name(engine, arguments, renames) if is_changed and renames is not None else None
@@ -210,9 +210,9 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _check_mapped(original: Callable, loader: Any) -> None:
-    """Replace ``SDLoaderBase.check_ckpt_list``: map the model file, of which it needs one number.
+    """Replace ``SDLoaderBase.check_ckpt_list``, which reads one number of the model file: memory-map that file.
 
-    ``SafeFiles.load`` cannot do this, because it does not learn which load it serves.
+    :class:`SafeFiles` would read all of it into memory.
     """
     checkpoint_engine = loader.checkpoint_engine
     if isinstance(checkpoint_engine, SafeFiles):
@@ -222,9 +222,13 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 
 
 def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[str | None, str | None, bool]:
-    """Return (tag to load, id of its save, whether the run was different); tag and id are ``None`` without one.
+    """Check on all ranks what ``load_checkpoint(**arguments)`` would load; return (tag, save id, whether it misfits).
 
-    Raise on all ranks what any of them found wrong. ``may_change``: whether the run may have been different.
+    The tag is ``None`` if there is no checkpoint, the id ``None`` without a manifest. ``may_change``: whether a
+    checkpoint may be loaded that does not fit the engine, by parameter names.
+
+    Raises:
+        CheckpointError: on all ranks, with the problems that all of them found.
     """
     found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
@@ -260,10 +264,10 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
 
 
 def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str], str | None]:
-    """Look at the checkpoint that ``load_checkpoint(**arguments)`` would load; each rank looks at its files.
+    """Check this rank's files of the checkpoint that ``load_checkpoint(**arguments)`` would load.
 
-    Return its tag (``None`` if there is none), the id of its save (``None`` without a manifest), what is damaged, and
-    why it does not fit the engine (``None`` if it fits).
+    Return (tag, save id, damages, misfit): the tag (``None`` if there is no checkpoint), the id of its save (``None``
+    without a manifest), a message for each damage, and why it does not fit the engine (``None`` if it fits).
     """
     tag, header, damages, misfit = arguments["tag"], None, list[str](), None
     try:
@@ -279,13 +283,17 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
 
 
 def _refuse_moved(engine: Any) -> None:
-    """Raise CheckpointError after ``offload_states()``: DeepSpeed would fill some moved states and lose others."""
+    """Raise CheckpointError while states are moved away by ``engine.offload_states()``; a load would lose some."""
     if moved := engine.muon_adapter.moved_states:
         raise CheckpointError(f"{', '.join(moved)} are still offloaded; call engine.reload_states() first")
 
 
 def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
-    """Return the caller's tag, or the one in ``latest_universal``; raise CheckpointError without either."""
+    """Return the tag of the universal checkpoint to load: that in ``arguments``, or that in ``latest_universal``.
+
+    Raises:
+        CheckpointError: there is no tag, or states are offloaded by ``engine.offload_states()``.
+    """
     _refuse_moved(engine)
     folder = Path(arguments["load_dir"])
     if tag := arguments["tag"] or _latest(folder, "latest_universal"):
@@ -298,7 +306,7 @@ def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
 
 
 def _latest(folder: Path, name: str = "latest") -> str | None:
-    """Return the tag that the file ``name`` contains; ``None`` if there is no such file."""
+    """Return the tag that is written in the file ``name`` of a checkpoint folder; ``None`` if there is no such file."""
     file = folder / name
     if not file.is_file():
         return None
@@ -308,9 +316,10 @@ def _latest(folder: Path, name: str = "latest") -> str | None:
 
 
 def _damages(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
-    """Return messages about missing and damaged files of ``tag``, and about a model in other parts.
+    """Return a message for each missing or damaged file of the checkpoint ``tag``; [] if there is none.
 
-    ``arguments``: those of ``load_checkpoint``, by name. ``header``: of the checkpoint's manifest; ``None`` without.
+    A wrong number of pipeline stages or tensor-parallel ranks gives a message too. ``arguments``: name -> value of
+    the arguments of ``load_checkpoint``. ``header``: header of the manifest; ``None`` if there is no manifest.
     """
     folder = Path(arguments["load_dir"], tag)
     if not folder.is_dir():
@@ -326,7 +335,10 @@ def _damages(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
 
 
 def _misfit(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> str | None:
-    """Return why the undamaged checkpoint ``tag`` does not fit the engine; ``None`` if it fits."""
+    """Return an error message that says why the checkpoint ``tag`` does not fit the engine; ``None`` if it fits.
+
+    Call it only if :func:`_damages` found nothing.
+    """
     if header is not None:
         saved = header["structures"][compatibility.model_share(engine)[0]]
     else:

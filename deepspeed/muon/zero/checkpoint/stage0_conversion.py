@@ -18,10 +18,10 @@ FILE = "mp_rank_00_model_states.pt"
 
 
 def convert(saved: Path, target: Path) -> None:
-    """Write a universal checkpoint of what an engine at stage 0 saved.
+    """Convert ``saved``, a checkpoint of an engine at ZeRO stage 0, to the universal checkpoint ``target``.
 
     Raises:
-        CheckpointError: the parameters' names are not stored, because stock DeepSpeed or an older version saved it.
+        CheckpointError: the states have no parameter names, because stock DeepSpeed or an older version saved them.
     """
     model, header = read_model(saved / FILE), manifest.read_header(saved)
     names = header["structures"][0].get("params") if header else None
@@ -42,7 +42,7 @@ def convert(saved: Path, target: Path) -> None:
 
 
 def _write(folder: Path, weight: Tensor, state: dict[str, Any]) -> None:
-    """Write one file for the weight and one for each state, as DeepSpeed's converter does."""
+    """Write a parameter's weight and each of its states to a file in ``folder``, as DeepSpeed's converter does."""
     folder.mkdir(parents=True)
     values = {"fp32": weight.detach()} | {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
     for key, value in values.items():

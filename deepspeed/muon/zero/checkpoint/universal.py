@@ -52,7 +52,7 @@ SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names")
 
 
 def support_universal_checkpoints(adapter: Adapter) -> None:
-    """Make the engine save the metadata that DeepSpeed's converter needs, and load converted checkpoints."""
+    """Make the adapter's engine save what DeepSpeed's converter needs, and load universal checkpoints."""
     from deepspeed.checkpoint import constants
 
     engine, optimizer = adapter.engine, adapter.optimizer
@@ -84,18 +84,18 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
 
 
 def either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
-    """Replace ``_get_all_ckpt_names``: also find model files with the names that other ZeRO stages give them."""
+    """Replace ``_get_all_ckpt_names``: also return model files under the names that other ZeRO stages use."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
     others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
     return next(filter(None, (original(folder, tag), *others)), [])
 
 
 class Folder:
-    """A universal checkpoint on disk.
+    """A universal checkpoint on disk, from which weights and optimizer states are read for each parameter.
 
     Args:
-        shards: parameter name -> (how the parameter is split over ranks, the rank whose shard is read). Parameters
-            that are not in it are read whole.
+        shards: parameter name -> (how tensor parallelism splits the parameter, index of the rank whose shard is read).
+            Parameters without an entry are read whole.
     """
 
     def __init__(self, folder: str, shards: Mapping[str, tuple[Sharding, int]]) -> None:
@@ -113,7 +113,7 @@ class Folder:
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return a parameter's weight or state ``key``, memory-mapped; if it is in ``shards``, this rank's shard."""
+        """Return the weight or the state ``key`` of parameter ``name``, memory-mapped; of a split one, its shard."""
         whole = self._whole(name, key)
         if name not in self.shards:
             return whole
@@ -125,7 +125,7 @@ class Folder:
         return value["param"] if isinstance(value, dict) else value
 
     def step(self, name: str) -> float:
-        """Return how many optimizer steps the parameter has had."""
+        """Return how many optimizer steps the parameter ``name`` had taken at the save."""
         if (self.zero / name / "step.pt").is_file():
             return float(self._open(f"{name}/step.pt")) - self.missed.get(name, 0)
         state = self.common.get("optimizer_state_dict", {}).get("state", {})
@@ -137,12 +137,13 @@ class Folder:
         )
 
     def check(self, wanted: Mapping[MatrixSpec, Iterable[str]], rank: int, world_size: int) -> None:
-        """Raise ImportStateError if files of parameters are missing, or have a wrong number of elements.
+        """Raise ImportStateError if a file of a parameter is missing, or has a wrong number of elements.
 
-        Each rank checks that all files exist, and the sizes in those of every ``world_size``-th parameter.
+        Each rank checks that all files exist. The numbers of elements are checked by rank ``rank`` only for every
+        ``world_size``-th parameter, so that the ranks share this work.
 
         Args:
-            wanted: parameter -> keys of the states that must be there, in addition to the weight.
+            wanted: parameter -> keys of the states that the checkpoint must contain, in addition to the weight.
         """
         files = [f"zero/{spec.name}/{key}.pt" for spec, keys in wanted.items() for key in (WEIGHT, *keys)]
         if missing := [file for file in files if not (self.zero.parent / file).is_file()]:
@@ -178,9 +179,10 @@ class Folder:
 
 
 def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
-    """Return the ``shards`` of :class:`Folder`: name -> (how the parameter is split, whose shard this rank holds).
+    """Return the argument ``shards`` of :class:`Folder` for this rank.
 
-    Raises UnsupportedError if it is unknown how tensor parallelism split a parameter.
+    Raises:
+        UnsupportedError: it is unknown how tensor parallelism split a parameter.
     """
     rank, size = tp_rank(engine)
     shards = {}
@@ -201,7 +203,10 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
 
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
-    """Check everything; return the folder, and parameter name -> what to do with its state. Change nothing."""
+    """Open and check the universal checkpoint at ``path``; return it and {parameter name: action for its state}.
+
+    :func:`write_state` explains the actions. The engine does not change.
+    """
     folder = Folder(path, _shards(engine, optimizer))
     actions: Actions = {}
     if load_states:
@@ -218,7 +223,7 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 @torch.no_grad()
 def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
-    """Load fp32 weights and, if ``load_states``, optimizer states.
+    """Load the fp32 weights of a universal checkpoint, and its optimizer states if ``load_states``.
 
     At stages 1 and 2 the engine itself then updates the model's weights from the fp32 ones.
     """
@@ -232,10 +237,10 @@ def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, 
 
 
 def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """Load NorMuon's second moments; warn of those that DeepSpeed's converter drops, which start at zero.
+    """Load NorMuon's second moments from a universal checkpoint; warn if some are missing and start at zero.
 
-    The converter keeps what one rank saved. Other pipeline stages have other matrices; other experts, and shards that
-    are matrices of their own, have the same names.
+    DeepSpeed's converter keeps the moments that one rank saved. Those of other pipeline stages, experts and
+    tensor-parallel shards are lost.
     """
     several = {name for name, (sharding, _) in folder.shards.items() if len(sharding.ranges) > 1}
     if optimizer.config.tp_mode == "whole":
@@ -253,7 +258,10 @@ def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """Load the groups' settings, the clipping threshold and the loss scale, each only if it fits this run."""
+    """Load the groups' settings, the clipping threshold and the loss scaler from a universal checkpoint.
+
+    Each is loaded only if this run has the same kind of groups, or the same class of scaler.
+    """
     for group, saved in _matched(optimizer, folder.groups):
         settings = settings_of(group, saved)
         group.update({key: value for key, value in settings.items() if key != STARTED})  # counted again for this layout
@@ -268,9 +276,10 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
 
 
 def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield (group of this run, saved group whose settings it takes): matched by position, in a pipeline by name.
+    """Yield (group of this run, saved group whose settings it takes), matched by position, or by name in a pipeline.
 
-    The converter keeps the groups of one pipeline stage only. Groups without a match keep the config's settings.
+    A group without a match is left out and keeps the config's settings. In a pipeline that can happen, because the
+    converter keeps the groups of one stage only.
     """
     if optimizer.context.muon_of_all_stages is None:
         if group_kinds(saved) == group_kinds(optimizer.param_groups):
