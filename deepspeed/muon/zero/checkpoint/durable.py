@@ -89,7 +89,7 @@ def lock(folder: Path) -> int | None:
     Return ``None``, without a lock, if the file system cannot lock folders.
 
     Raises:
-        CheckpointError: another process has locked it.
+        CheckpointError: another process has locked the folder.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)

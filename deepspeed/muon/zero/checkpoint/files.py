@@ -44,7 +44,7 @@ SEAMS = (
 def is_torchs(checkpoint_engine: Any) -> bool:
     """Return whether ``checkpoint_engine`` is DeepSpeed's engine that writes each file with ``torch.save`` at once.
 
-    DeepSpeed's other engines finish files after ``save_checkpoint``, or let several ranks write parts of one file.
+    Only its files can be verified: other engines finish files after ``save_checkpoint``, or write them in slices.
     """
     return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
 
@@ -162,10 +162,11 @@ class SafeFiles(CheckpointEngine):
         self._attempt(self.contents.makedirs, path, exist_ok=exist_ok)
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Agree on the id of the save and lock the folder; a collective.
+        """Begin a save: choose its id, which all ranks share, and lock its folder; a collective.
 
-        A new folder gets its header at once, so that a killed save counts as incomplete. A folder with an older
-        checkpoint keeps that header until ``commit``, so that the older checkpoint stays valid if this save fails.
+        A new folder gets the header (``muon_save.json``) at once, so that a killed save counts as incomplete. In a
+        folder with an older checkpoint, ``commit`` replaces the header, so that a failed save leaves that checkpoint
+        valid.
         """
         self.save_dir, self.tag = Path(info.save_dir), info.tag
         self.folder = self.save_dir / self.tag
@@ -192,9 +193,9 @@ class SafeFiles(CheckpointEngine):
         self._on_all_ranks(prepare)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file under a temporary name of this rank; after the first error discard all data without raising.
+        """Write ``state_dict`` to a temporary file of this rank, which ``commit`` renames to ``path``.
 
-        ``torch.save`` writes from C++: if a write failed, closing the archive would fail too, which ends the process.
+        After an error, discard all data of the save without raising; ``commit`` raises the error on all ranks.
         """
         if self.error is not None:
             return

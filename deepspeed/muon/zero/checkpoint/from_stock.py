@@ -38,14 +38,19 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 def convert(source: Path, target: Path) -> dict[str, Any]:
-    """Convert ``source``, the folder of one tag that stock's Muon saved, to the universal checkpoint ``target``.
+    """Convert a checkpoint of stock DeepSpeed's Muon to a universal one.
+
+    Args:
+        source: the saved folder of one tag.
+        target: the folder of the universal checkpoint, which must not exist.
 
     Returns:
-        ``from``, ``to``, ``stage``, ``matrices`` and ``adamw`` (numbers of parameters), ``loss_scale`` (the divisor of
-        the momentum).
+        A summary with the keys ``from``, ``to``, ``stage`` (of ZeRO), ``matrices`` and ``adamw`` (numbers of parameters
+        that Muon and AdamW update), and ``loss_scale`` (by which the momentum was divided).
 
     Raises:
-        ImportStateError: stock's Muon did not save ``source``, or states are missing. ``target`` is not created.
+        ImportStateError: ``target`` exists, stock's Muon did not save ``source``, or states are missing. Nothing is
+            written then.
     """
     if target.exists():
         raise ImportStateError(f"{target} exists already; name a new folder")
@@ -144,7 +149,7 @@ def read(folder: Path) -> Saved:
     """Read the checkpoint in ``folder``, the folder of one tag; its tensors are memory-mapped.
 
     Raises:
-        ImportStateError: stock's Muon did not save it.
+        ImportStateError: stock DeepSpeed's Muon did not save it.
     """
     files = list(folder.glob("*zero_pp_rank_*_optim_states.pt"))
     if not files:

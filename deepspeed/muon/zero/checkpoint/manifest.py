@@ -40,8 +40,8 @@ def begin(folder: Path, facts: dict[str, Any]) -> None:
     """Write the header of a new save to ``folder``. An older checkpoint there counts as incomplete from now on.
 
     Args:
-        facts: the header's contents: ``save_id``, ``world_size``, ``ranks`` (those that write to this folder; default:
-            all), and whatever a reader needs before it loads.
+        facts: the header's contents: ``save_id``, ``world_size``, ``ranks`` (the ranks that write to this folder;
+            default: all), and any other values that a load checks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / HEADER, json.dumps({"format": FORMAT, **facts}))

@@ -61,7 +61,7 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
 
     def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        """Replace ``_load_universal_checkpoint``: check the files on all ranks before anything changes, then load."""
+        """Replace ``_load_universal_checkpoint``: check the files on all ranks, then load weights and states."""
         if adapter.opened_universal is not None:
             load_weights_and_states(adapter, *adapter.opened_universal, load_optimizer_states)
             return
@@ -225,7 +225,8 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
     """Load the fp32 weights of a universal checkpoint, and its optimizer states if ``load_states``.
 
-    At stages 1 and 2 the engine itself then updates the model's weights from the fp32 ones.
+    ``actions``: parameter name -> how :func:`write_state` fills its optimizer state. At stages 1 and 2 DeepSpeed then
+    copies the fp32 weights into the model.
     """
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():
