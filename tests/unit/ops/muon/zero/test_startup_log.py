@@ -124,7 +124,7 @@ def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
 def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
     warning = run(logged_at_start, 2, stage=3, zero={"sub_group_size": 50})[0][3]
     assert warning[0] == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in warning[1]
-    size = int(warning[1].rpartition("set it to ")[2].split()[0])
+    size = int(warning[1].rpartition("set sub_group_size to ")[2].split()[0])
     for enough, lines in ((size // 2, 4), (size, 3)):
         assert len(run(logged_at_start, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
     assert len(run(logged_at_start, 2, stage=3, groups=3)[0]) == 3, "groups of the script are no sub-groups"
