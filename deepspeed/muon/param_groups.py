@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -263,7 +262,7 @@ def _unmatched(model: nn.Module, config: MuonConfig) -> dict[str, str]:
     targets = {"muon_include": matrices, "muon_exclude": (list(names), "parameters"), "muon_split": matrices}
     return {
         f"{key} {pattern}": f"optimizer.params.{key}: {pattern!r} matches none of the {len(candidates)} trainable "
-        f"{kind}; the nearest names are {', '.join(get_close_matches(pattern, candidates, n=3, cutoff=0.0))}"
+        f"{kind}; the nearest is {nearest(pattern, candidates, cutoff=0.0)}, and ds_muon plan --all lists all"
         for key, (candidates, kind) in targets.items()
         for pattern in getattr(config, key)
         if first_match([pattern], candidates) is None

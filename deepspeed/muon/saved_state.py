@@ -217,9 +217,9 @@ def block_hashes(optimizer: Any) -> dict[str, str]:
 
 
 def muon_facts(optimizer: Any) -> dict[str, str]:
-    """Return {parameter name: hash} for all parameters that Muon updates, in all pipeline stages.
+    """Return {parameter name: hash of how it is split into matrices}, for Muon's parameters of all pipeline stages.
 
-    The hash is that of :func:`block_hashes`; "" for a parameter that is a single matrix.
+    The hashes are those of :func:`block_hashes`; "" for a parameter that is a single matrix.
     """
     if optimizer.context.muon_of_all_stages is not None:
         return optimizer.context.muon_of_all_stages
@@ -284,7 +284,7 @@ def routing_difference(
     if True in saved and not theirs:
         convert = f"run ds_muon import --from {folder} --to {folder}_universal, then {LOAD}"
         cure = convert if 0 not in stages else f"load {WEIGHTS_ALONE}"
-        return f"DeepSpeed's own Muon saved it, not deepspeed-muon; {cure}"
+        return f"stock DeepSpeed's Muon saved it; {cure}"
     words = {True: "Muon", False: "AdamW"}
     return (
         "Muon updated other parameters in the run that saved it; use that run's model, parameter groups, muon_include, "

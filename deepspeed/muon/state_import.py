@@ -190,9 +190,9 @@ def import_state(
 
 
 def momentum_policy(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
-    """Return the argument ``choice`` of :func:`plan_import`: the config's ``import_momentum``.
+    """Return the argument ``choice`` of :func:`plan_import`: the config's ``import_momentum``, or its default.
 
-    Return ``None`` if the user has not set it and the other run used Muon, too.
+    Return ``None`` if the user has not set the key and the run that made ``source`` used Muon.
     """
     is_set = "import_momentum" in optimizer.config.model_fields_set
     return optimizer.config.import_momentum if is_set or not any(source.is_muon.values()) else None

@@ -106,7 +106,7 @@ class Tuning:
         recipes = [str(recipe) for recipe in choice.recipes.values()]
         how = ", ".join(f"{recipes.count(one)} of {len(recipes)} shapes by {one}" for one in dict.fromkeys(recipes))
         if choice != self.choice:
-            reason = "as in the run that saved the checkpoint"
+            reason = "with the checkpoint's methods and kernels"
         elif self.rates:
             reason = f"the fastest of those timed at start; {keep_dtype_hint(choice.dtype)}"
         else:

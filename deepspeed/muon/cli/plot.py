@@ -214,7 +214,7 @@ def _by_half(axes: Any, records: Records, measure: str, unit: str) -> None:
 
 
 def _change(axes: Any, records: Records) -> None:
-    """Draw how much each matrix changes, as a heat map with a logarithmic colour scale."""
+    """Draw the norm of each matrix's change in a step, divided by the norm of its weights, as a heat map."""
     rows = records.layers[CHANGE]
     sizes = sorted(value for values in rows.values() for value in values.values() if value > 0) or [1.0]
     low, high = sizes[len(sizes) // 100], sizes[-1 - len(sizes) // 100]  # outliers must not use up the scale
@@ -318,7 +318,7 @@ def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str)
 def _phases(axes: Any, records: Records) -> None:
     """Draw the time of each phase of a step, stacked, with the rest of the step on top.
 
-    The legend has the medians. The axis ends below rare slow steps.
+    The legend has the medians. The axis is cut, so rare slow steps run off it.
     """
     at, values = records.samples, records.values
     series = {name: [values.get(name, {}).get(samples, 0.0) for samples in at] for name in ("step_ms", *values)}

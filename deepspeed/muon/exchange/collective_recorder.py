@@ -107,7 +107,7 @@ def first_fault(recorders: Sequence[CollectiveRecorder]) -> str | None:
 def _unmatched(logs: Sequence[Sequence[Collective]]) -> str | None:
     """Return a description of the first send and receive that differ in dtype or size, ``None`` if there are none.
 
-    A send without a receive differs too, and the reverse. ``logs``: for each rank its sends and receives, in order.
+    An unpaired send or receive counts, too. ``logs``: for each rank its sends and receives, in order.
     """
     sent, received = dict[Group, list[Collective]](), dict[Group, list[Collective]]()
     for log in logs:

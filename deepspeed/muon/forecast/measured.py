@@ -112,7 +112,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _ShapeTimer:
-    """A timer of Newton-Schulz for one choice of dtype and kernels."""
+    """A timer of Newton-Schulz on matrices of each shape, for one choice of dtype and kernels."""
 
     candidates: Candidates
     choice: Choice

@@ -142,7 +142,7 @@ class MuonBuilder(CPUOpBuilder):
         from torch.utils import cpp_extension
 
         if path.exists():
-            logger.warning("deepspeed-muon: %s cannot be loaded on this machine and is built again", path)
+            logger.warning("deepspeed-muon: %s is damaged or from another machine, so it is built again", path)
         if is_only_builder:  # remove what killed builds have left
             for left in path.parent.glob("build_*"):
                 shutil.rmtree(left, ignore_errors=True)

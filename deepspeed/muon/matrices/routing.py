@@ -97,7 +97,7 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
 
 
 def user_tag(param: nn.Parameter) -> bool | None:
-    """Return ``param.use_muon`` if the user has set it; ``None`` if nobody or :func:`tag_parameters` has set it."""
+    """Return ``param.use_muon``; ``None`` if it is unset or if :func:`tag_parameters` set it."""
     tag = param.__dict__.get(TAG)
     return None if tag is None or tag == param.__dict__.get(ROUTED_TAG) else bool(tag)
 

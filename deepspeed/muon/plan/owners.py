@@ -291,8 +291,13 @@ class _Loads:
 def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -> None:
     """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
 
-    Each move takes the matrix that costs about half the gap between the two loads. ``owners`` and ``loads`` are updated
-    in place. ``moved_costs``: for each matrix, its cost on a rank that holds none of its elements.
+    Each move takes a matrix whose cost on the busiest rank is about half the gap between the two loads.
+
+    Args:
+        moved_costs: for each matrix, its cost on a rank that holds none of its elements. A move adds it to the new
+            owner's load.
+        owners: for each matrix, the rank that orthogonalizes it; updated in place.
+        loads: the load of each rank; updated in place.
     """
     for _ in range(len(moved_costs)):
         busiest, least = loads.busiest(), loads.least()

@@ -168,8 +168,9 @@ class QKClip:
         if idle and is_logging:
             self._warned |= idle
             logger.warning(
-                "deepspeed-muon: qk_clip: saw no attention in %d layer(s) (first: %s) in this step, and does not scale "
-                "their weights in such steps; ignore this if the model skips them, otherwise do not compile them",
+                "deepspeed-muon: qk_clip saw no attention call in %d layer(s) (first: %s) in this step, so it did not "
+                "scale their weights; ignore this if the model skips these layers; if they are compiled, exclude them "
+                "from torch.compile, which hides their calls",
                 len(idle),
                 min(idle),
             )

@@ -203,7 +203,7 @@ def _read_packed_flash(
     if q.size(0) != k.size(0):
         raise UnsupportedError(
             f"qk_clip: flash-attn's varlen function got {q.size(0)} queries and {k.size(0)} keys; qk_clip supports "
-            "only equal numbers, so remove it"
+            "only equal numbers, so remove qk_clip"
         )
     tokens = torch.arange(q.size(0), dtype=torch.int64, device=q.device)
     documents = torch.bucketize(tokens, cu_seqlens_q.to(tokens.dtype), right=True)

@@ -88,17 +88,17 @@ def bind_partition(
     method = partial(method_of, choice, group["ns_method"])
     near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
-    pinned = group.get("owner_counts", {})
+    saved_counts = group.get("owner_counts", {})
     # The number of ranks before the partition may shrink to one below: statistics are divided by it.
     sharers = partition.world_size
-    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, pinned, config.most_owners)
+    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, saved_counts, config.most_owners)
     if planned.world_size < sharers:  # each rank does all the work
         partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
         exchange = replace(exchange, group=None)
     counts = zip(planned.items, planned.counts, strict=True)
     # Several owners sum rounded parts of a Gram matrix, so a resumed run needs as many owners to get the same bits.
-    owner_counts = pinned | {shape_key(*item.shape): count for item, count in counts if count > 1}
-    # Everything that decides the bits of a group's update; equal before and after the owner counts are pinned.
+    owner_counts = saved_counts | {shape_key(*item.shape): count for item, count in counts if count > 1}
+    # Everything that decides the bits of a group's update; equal before and after the group gets its owner counts.
     settings = sorted((key, value) for key, value in {**group, "owner_counts": owner_counts}.items() if key != "params")
     # Kernels for many runs read the shards directly, so they cannot be used if the shards are staged in other buffers.
     runs = context.kernels.runs if exchange.staging is None else None

@@ -102,8 +102,5 @@ class SecondMoments:
                 "NorMuon's second moments are dropped; set normuon to keep them"
             )
         if is_logging and self.is_used and not found:
-            logger.warning(
-                "deepspeed-muon: the checkpoint has no second moments for normuon; they start at zero, which does "
-                "no harm"
-            )
+            logger.warning("deepspeed-muon: the checkpoint has no second moments for normuon; they start at zero")
         self.by_name = found if self.is_used else {}

@@ -31,7 +31,7 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 
 def note_tp_rank(engine: Any) -> None:
-    """Set an attribute on every parameter of the model: (index in the tensor-parallel group, size of the group).
+    """Set the attribute :data:`TP_RANK` of every parameter: (index in the tensor-parallel group, size of the group).
 
     The optimizer reads it there, because the attributes that Megatron sets on sharded parameters lack the size.
     """

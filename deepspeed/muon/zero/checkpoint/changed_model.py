@@ -349,7 +349,7 @@ def _convert(engine: Any, saved: Path, target: Path) -> None:
 
 @contextmanager
 def _in_universal_mode(engine: Any) -> Iterator[None]:
-    """Inside the context, make DeepSpeed load universal checkpoints, as with ``"load_universal": true``."""
+    """Make DeepSpeed load universal checkpoints in this context, as with ``"load_universal": true``."""
     with replaced(engine, load_universal_checkpoint=lambda original: True, _get_all_ckpt_names=either_name):
         yield
 

@@ -125,7 +125,7 @@ class SyncedFile:
         self._file, self._waiting = path.open("wb"), 0
 
     def write(self, data: Any) -> None:
-        """Append ``data``, any object with bytes, to the file."""
+        """Append ``data``, bytes or another object with the buffer protocol, to the file."""
         self._file.write(data)
         self._waiting += len(data)
         if self._waiting >= SYNC_BYTES:

@@ -82,7 +82,7 @@ class SafeFiles(CheckpointEngine):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside the context, make the DeepSpeed engine save and load through this checkpoint engine."""
+        """Make the DeepSpeed engine save and load through this checkpoint engine, in this context."""
         self.engine.checkpoint_engine = self
         try:
             yield

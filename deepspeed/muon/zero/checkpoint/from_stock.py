@@ -100,7 +100,7 @@ class Saved:
         flags = [group.get("use_muon") for group in groups]
         if None in flags or any("matrices" in group for group in groups):
             raise ImportStateError(
-                f"{self.model_file.parent} is not a checkpoint of DeepSpeed's own Muon; convert checkpoints of AdamW "
+                f"{self.model_file.parent} is not a checkpoint of stock DeepSpeed's Muon; convert checkpoints of AdamW "
                 "and of deepspeed-muon with python -m deepspeed.checkpoint.ds_to_universal (AdamW's with "
                 "--inject_missing_state)"
             )

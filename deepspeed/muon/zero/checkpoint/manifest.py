@@ -106,7 +106,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
             return header
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{HEADER} cannot be read: {error}") from error
-    raise CheckpointError(f"{HEADER} was written by a newer deepspeed-muon; install that version or a later one")
+    raise CheckpointError(f"{HEADER} was written by a newer deepspeed-muon; upgrade deepspeed-muon")
 
 
 def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> list[str]:

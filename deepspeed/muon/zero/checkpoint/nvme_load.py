@@ -34,7 +34,7 @@ SEAMS = tuple(
 
 @contextmanager
 def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the context, make DeepSpeed's ``load_checkpoint`` load weights and states that are offloaded to NVMe.
+    """Make DeepSpeed's ``load_checkpoint`` load weights and states that are offloaded to NVMe, in this context.
 
     Args:
         arguments: name -> value of the arguments of ``load_checkpoint``; ``tag`` is ``None`` if nothing will be loaded.

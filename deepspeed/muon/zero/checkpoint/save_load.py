@@ -119,8 +119,8 @@ def _warn_of_different_client_states(engine: Any, state: Any) -> None:
     if differing and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: the client_state of ranks {differing} differs from that of rank 0. At ZeRO stages 0 to 2 "
-            "DeepSpeed saves the client_state of only one rank and loads it on all ranks; gather what all ranks need "
-            "into it before the save"
+            "DeepSpeed saves the client_state of only one rank and loads it on all ranks; gather in it what all "
+            "ranks need, before the save"
         )
 
 

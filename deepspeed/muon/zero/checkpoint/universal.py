@@ -61,7 +61,11 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
 
     def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        """Replace ``_load_universal_checkpoint``: check the files on all ranks, then load weights and states."""
+        """Load weights and states in place of DeepSpeed's ``_load_universal_checkpoint``.
+
+        Raises:
+            ImportStateError: on all ranks, before anything changes, if one of them cannot read or use the files.
+        """
         if adapter.opened_universal is not None:
             load_weights_and_states(adapter, *adapter.opened_universal, load_optimizer_states)
             return
@@ -170,12 +174,14 @@ class Folder:
         if not file.is_file():
             raise ImportStateError(
                 f"{file} is missing: this checkpoint has not been converted to a universal one; convert it with python "
-                "-m deepspeed.checkpoint.ds_to_universal, or with ds_muon import if DeepSpeed's own Muon saved it"
+                "-m deepspeed.checkpoint.ds_to_universal, or with ds_muon import if stock DeepSpeed's Muon saved it"
             )
         try:
             return read_states(file)
         except Exception as error:  # a damaged file can raise anything
-            raise ImportStateError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+            raise ImportStateError(
+                f"{file} cannot be read, so convert the checkpoint again: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:

@@ -53,7 +53,7 @@ def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> Si
 
 
 def share_autocast_scale(engine: Any) -> None:
-    """Under fp16 autocast at stages 1 to 3, replace torch's ``GradScaler`` by ZeRO's dynamic loss scaler.
+    """Replace torch's ``GradScaler`` by ZeRO's dynamic loss scaler, under fp16 autocast at stages 1 to 3.
 
     A ``GradScaler`` may skip a step on some ranks only, clips gradients before it unscales them, and is not saved in
     checkpoints. The new scaler starts and grows as torch's does. A model in fp16 keeps its loss scaler.

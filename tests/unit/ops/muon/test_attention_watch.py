@@ -179,7 +179,7 @@ def test_a_layer_that_does_not_run_is_left_as_it_is(caplog: pytest.LogCaptureFix
     for _ in range(2):
         net[0](torch.randn(2, 5, 8)).sum().backward()
         optimizer.step()
-    assert len([r for r in caplog.records if "saw no attention in 1 layer(s)" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "saw no attention call in 1 layer(s)" in r.getMessage()]) == 1
     changed = {name for name, value in net.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"0.{p}_proj.{kind}" for p in "qk" for kind in ("weight", "bias")}
 

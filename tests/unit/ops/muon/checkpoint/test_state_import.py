@@ -120,7 +120,7 @@ def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     ask = {"folder": folder, "params": {}}
     error, _ = run(outcome, 2, universal=False, **ask)[0]
     import_to = f"ds_muon import --from {folder}/saved --to {folder}/saved_universal"
-    assert f"DeepSpeed's own Muon saved it, not deepspeed-muon; run {import_to}, then" in error
+    assert f"stock DeepSpeed's Muon saved it; run {import_to}, then" in error
     error, _ = run(outcome, 2, universal=False, stage=0, **ask)[0]
     assert "saved at ZeRO stage 1, 2 or 3, this run has stage 0; load only its weights, with load_module_only" in error
     assert main(["import", "--from", f"{folder}/saved", "--to", f"{folder}/universal", "--json"]) == 0
@@ -186,7 +186,7 @@ def test_the_command_refuses_what_is_not_stocks(tmp_path: Path, capsys: pytest.C
     run(save_others, 1, cases=cases, folder=str(tmp_path))
     for index in range(2):
         assert main(["import", "--from", f"{tmp_path}/{index}/saved", "--to", str(tmp_path / "new")]) == 2
-        assert "is not a checkpoint of DeepSpeed's own Muon" in capsys.readouterr().err
+        assert "is not a checkpoint of stock DeepSpeed's Muon" in capsys.readouterr().err
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".*"))
 
 

@@ -93,7 +93,7 @@ def test_patterns(options: dict[str, Any], tags: dict[str, bool], expected: dict
     [
         ({"muon_exclude": ["qkv", "attention.query"]}, "params.muon_exclude: 'attention.query' matches none of the"),
         ({"muon_include": ["qkv", "attention.query"]}, "params.muon_include: 'attention.query' matches none of the"),
-        ({"muon_include": ["bias"]}, "'bias' matches none of the 11 trainable matrices; the nearest names are "),
+        ({"muon_include": ["bias"]}, "'bias' matches none of the 11 trainable matrices; the nearest is "),
         ({"muon_include": ["qkv", "(up"]}, "optimizer.params.muon_include: got ['qkv', '(up']; '(up' is not a regular"),
         ({"muon_exclude": 3}, "optimizer.params.muon_exclude: got 3"),
     ],
