@@ -16,21 +16,19 @@ from deepspeed.muon.plan.bucket import Bucket, GridCopy
 
 @dataclass
 class BucketBuffers:
-    """The 1-D buffers of one bucket while it is sent. A run is one contiguous piece of a matrix on this rank.
+    """The 1-D buffers of one :class:`Bucket` during a step. A bucket is the matrices that ranks exchange together.
 
-    All buffers except ``host`` have the dtype and device of the :class:`~deepspeed.muon.exchange.exchange.Exchange`.
+    A run (:class:`~deepspeed.muon.plan.bucket.ShardRun`) is a part of a matrix that this rank's shard holds.
 
     Args:
-        index: the bucket's index in the plan.
-        count: number of buckets in the plan.
-        matrices: the bucket's matrices that this rank owns. A bucket that only sends results uses the ``matrices`` of
-            the earlier bucket that computed them.
-        outbox: the send buffer: this rank's runs of matrices that other ranks own, in the order of these ranks. The
-            result of each run is received into the run's place.
-        inbox: the receive buffer: runs of this rank's matrices, from other ranks. It is a view of ``matrices`` if the
-            runs arrive in the order in which ``matrices`` stores them.
-        host: pinned host memory for the runs under CPU offload, otherwise ``None``.
-        pending: the launched collectives of this bucket that :meth:`wait` waits for.
+        index, count: the bucket's index in the plan, and the number of buckets.
+        matrices: the bucket's matrices that this rank owns, which means that it orthogonalizes them.
+        outbox: the send buffer: runs of matrices that other ranks own. The result of a run returns to the same place.
+        inbox: the receive buffer: what other ranks send of this rank's matrices. It is a view of ``matrices`` if the
+            elements arrive in the right order.
+        host: under CPU offload, pinned host memory for all runs; otherwise ``None``. The other buffers are on the
+            device of Newton-Schulz.
+        pending: launched collectives, for which :meth:`wait` waits.
     """
 
     bucket: Bucket
@@ -46,31 +44,30 @@ class BucketBuffers:
 
     @property
     def number(self) -> str:
-        """Return the bucket's number for messages, such as "2 of 5"."""
+        """Return the bucket's number among all buckets, such as "2 of 5", for messages."""
         return f"{self.index + 1} of {self.count}"
 
     def slice_of(self, index: int) -> Tensor:
-        """Return the slice for the bucket's run number ``index``: a 1-D view on the device of this rank's shards.
+        """Return the 1-D view of a buffer for ``bucket.runs[index]``, on the device of this rank's shard.
 
-        Before Newton-Schulz it is filled with the run's input; afterwards it has the run's result.
+        It contains the run's input before Newton-Schulz, and the run's result afterwards.
         """
         run = self.bucket.runs[index]
         at = run.copy.at if self.host is None else self.bucket.host_places[index]
         return self.shard_side_buffer(run.in_place).narrow(0, at, run.copy.numel)
 
     def shard_side_buffer(self, in_place: bool) -> Tensor:
-        """Return the 1-D buffer from which the bucket's runs are copied to and from this rank's shards.
+        """Return the 1-D buffer whose elements are copied to and from this rank's shard.
 
-        Under CPU offload this is ``host``. Otherwise it is ``matrices`` for runs that this rank owns (``in_place``),
-        and ``outbox`` for runs that other ranks own.
+        This is ``host`` under CPU offload. Without CPU offload it is ``matrices`` for the runs that are copied straight
+        into the matrices (``in_place``), and ``outbox`` for all other runs.
         """
         return self._buffer(in_place) if self.host is None else self.host
 
     def segments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return two lists of 1-D views for the copies of CPU offload: of ``host``, and of the accelerator's buffers.
+        """Return (1-D views of ``host``, 1-D views of the accelerator's buffers), for copies under CPU offload.
 
-        The n-th views of both lists are for the same elements. The lists are as short as possible. Call this only
-        under CPU offload.
+        The n-th views of both lists stand for the same elements.
         """
         assert self.host is not None
         segments = self.bucket.segments
@@ -101,9 +98,9 @@ class BucketBuffers:
 
 
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
-    """Return the elements of ``tensor`` that ``copy`` selects (rows at a constant distance), as a 1-D tensor.
+    """Return the elements of ``tensor`` that ``copy`` selects, which are equally spaced rows, as a 1-D tensor.
 
-    The result is a view if the elements are contiguous. Otherwise it is a copy in the buffer ``name`` of ``work``.
+    The result is a view of ``tensor`` if there is one row. Otherwise it is a copy in the buffer ``name`` of ``work``.
     """
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)
@@ -112,12 +109,15 @@ def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -
 
 
 def copy_to_grid(elements: Tensor, tensor: Tensor, copy: GridCopy) -> None:
-    """Write ``elements``, returned by :func:`copy_from_grid`, back to ``tensor``, unless they are a view of it."""
+    """Write ``elements``, which :func:`copy_from_grid` returned, back to ``tensor``, unless they are a view of it."""
     if copy.rows > 1:
         grid_view(tensor, copy).copy_(elements.view(1, copy.rows, copy.cols))
 
 
 def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
-    """Return a view of the elements of a contiguous ``tensor`` that ``copy`` selects: ``[times, rows, cols]``."""
+    """Return a view ``[times, rows, cols]`` of the elements of a contiguous ``tensor`` that ``copy`` selects.
+
+    These are the strided rows of the :class:`GridCopy`.
+    """
     shape, strides = (copy.times, copy.rows, copy.cols), (copy.start_step, copy.pitch, 1)
     return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)

@@ -38,9 +38,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CollectiveRecorder:
-    """A recorder of the communication that this process starts inside :meth:`recording`.
+    """A log of the collectives and messages that this process starts inside :meth:`recording`.
 
-    ``calls``: the collectives and calls of ``new_group``, in order. ``messages``: the sends and receives, in order.
+    :func:`first_fault` compares the logs of all ranks. ``calls``: the collectives, and the calls of
+    ``torch.distributed.new_group``, in order. ``messages``: the sends and receives, in order.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context in which every call of torch's process groups is recorded."""
+        """Return a context in which all calls of ``ProcessGroup`` methods and of ``new_group`` are recorded."""
         from torch.distributed import device_mesh, distributed_c10d
 
         kind = distributed_c10d.ProcessGroup
@@ -81,11 +82,8 @@ class CollectiveRecorder:
         return Collective(kind, Group(ends, of_group.name), dtype, numel, caller=_caller())
 
     def _record_new_group(self, original: Callable, ranks: Sequence[int] | None = None, *args: Any, **kw: Any) -> Any:
-        """Call torch's ``new_group`` (``original``), and record the call.
-
-        All ranks must make this call; with ``use_local_synchronization`` only ``ranks`` must.
-        """
         world = range(torch.distributed.get_world_size())
+        # All ranks must call `new_group`; with `use_local_synchronization` only `ranks` must.
         who = tuple(ranks) if ranks is not None and kw.get("use_local_synchronization") else tuple(world)
         chosen = tuple(world) if ranks is None else tuple(ranks)
         made = Collective(f"new_group of {Group(chosen)}", Group(who, "new groups"), caller=_caller())
@@ -97,17 +95,17 @@ class CollectiveRecorder:
 
 
 def first_fault(recorders: Sequence[CollectiveRecorder]) -> str | None:
-    """Return a description of the first calls that do not match between ranks, on which NCCL could hang.
+    """Compare the calls of all ranks. Return a description of the first mismatch on which NCCL could hang, or ``None``.
 
-    ``None`` if all calls match. ``recorders``: the recorder of rank 0, of rank 1, and so on.
+    ``recorders``: the recorder of rank 0, of rank 1, and so on.
     """
     return conflict([recorder.calls for recorder in recorders]) or _unmatched([r.messages for r in recorders])
 
 
 def _unmatched(logs: Sequence[Sequence[Collective]]) -> str | None:
-    """Return a description of the first send and receive that differ in dtype or size, ``None`` if there are none.
+    """Return a description of the first send without an equal receive, or the reverse; ``None`` if all match.
 
-    An unpaired send or receive counts, too. ``logs``: for each rank its sends and receives, in order.
+    Equal means the same dtype and size. ``logs``: for each rank, its sends and receives in order.
     """
     sent, received = dict[Group, list[Collective]](), dict[Group, list[Collective]]()
     for log in logs:
@@ -125,10 +123,6 @@ def _unmatched(logs: Sequence[Sequence[Collective]]) -> str | None:
 
 
 def _group_of(group: Any) -> Group:
-    """Return the world ranks and the name of a process group.
-
-    If torch does not know the group, these are ranks 0 to size - 1 and "unknown to torch".
-    """
     try:
         return Group(tuple(torch.distributed.get_process_group_ranks(group)), group.group_name)
     except (KeyError, ValueError, RuntimeError):
@@ -136,7 +130,7 @@ def _group_of(group: Any) -> Group:
 
 
 def _caller() -> str:
-    """Return the line of code that started the call, such as ``deepspeed/runtime/engine.py:12 in step``."""
+    """Return the line of code that called the collective, such as ``deepspeed/runtime/engine.py:12 in step``."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         path = frame.f_code.co_filename
@@ -151,15 +145,13 @@ def _caller() -> str:
 
 
 def _flat(tensors: Any) -> list[Tensor]:
-    """Return the tensors in ``tensors``, a tensor or nested lists of tensors, as one flat list."""
     return [tensors] if isinstance(tensors, Tensor) else [one for part in tensors for one in _flat(part)]
 
 
 def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
-    """Return {"kind", "dtype", "numel", "root"} of a collective to which all ranks contribute equally many elements.
+    """Return the fields of a :class:`Collective` to which all ranks contribute equally many elements.
 
-    ``args``: the arguments of the method of ``ProcessGroup``. ``place``: index of the argument that this rank
-    contributes, a tensor or a list of tensors.
+    ``args[place]``: this rank's contribution, a tensor or a list of tensors.
     """
     tensors = _flat(args[place])
     root = next((one.rootRank for one in args if hasattr(one, "rootRank")), None)
@@ -167,23 +159,15 @@ def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
 
 
 def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
-    """Return what is recorded of a collective on lists of tensors, such as ``all_gather``.
-
-    The keys are "kind", "dtype", and "sent" and "received": the number of elements for each rank. A list with a single
-    tensor means that all ranks have this size.
-    """
+    """Return the fields of a :class:`Collective` on lists of tensors, such as ``all_gather``."""
     received, sent = ([tensor.numel() for tensor in _flat(tensors)] for tensors in (outputs, inputs))
-    count = max(len(received), len(sent))
+    count = max(len(received), len(sent))  # a list with a single tensor: all ranks have this size
     sizes = {"sent": tuple(sent * (count // len(sent))), "received": tuple(received * (count // len(received)))}
     return {"kind": kind, "dtype": _dtype(_flat(inputs)), **sizes}
 
 
 def _split(kind: str, out: Tensor, sends: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any) -> dict[str, Any]:
-    """Return what is recorded of an ``all_to_all_single``.
-
-    The keys are "kind", "dtype", and "sent" and "received": the number of elements for each rank. Without splits all
-    parts are equal, and "numel", the number of elements of ``sends``, replaces "sent" and "received".
-    """
+    """Return the fields of a :class:`Collective` for an ``all_to_all_single``; no splits mean equal parts."""
     if not in_splits and not out_splits:
         return {"kind": kind, "dtype": _dtype([sends]), "numel": sends.numel()}
     sent, received = (

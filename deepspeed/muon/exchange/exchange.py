@@ -30,38 +30,43 @@ Phase = Callable[[str], AbstractContextManager]
 
 
 class Phases(Protocol):
-    """What a rank computes between a step's collectives.
+    """The protocol of a step's computations, which :meth:`Exchange.run` calls between collectives.
 
-    :class:`deepspeed.muon.step.partition_step.PartitionStep` implements this protocol.
+    :class:`deepspeed.muon.step.partition_step.PartitionStep` implements it. The collectives send one bucket of matrices
+    after another (:class:`BucketBuffers`).
     """
 
     def look(self, operation: Look) -> None:
-        """Find the matrices that have a gradient on no rank; called before the first bucket."""
+        """Find the matrices that have no gradient on any rank, with the all-reduce that ``operation`` lists."""
 
     def prepare(self, buffers: BucketBuffers) -> None:
-        """Update the momentum of this rank's part of a bucket, and write the input of Newton-Schulz to ``buffers``."""
+        """Update the momentum of this rank's part of a bucket's matrices, and write Newton-Schulz's input to
+        ``buffers``.
+        """
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize the matrices of a bucket that this rank owns, in ``buffers.matrices``.
+        """Orthogonalize ``buffers.matrices``, a bucket's matrices that this rank owns, in place.
 
-        ``calls``: the planned collectives among ranks that own a matrix together; each call takes the next one.
+        ``calls``: the planned collectives of matrices with several owners, in order. Each collective takes one item.
         """
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Update this rank's part of a bucket's weights with the results in ``buffers``."""
+        """Update the weights of this rank's part of a bucket's matrices with the results in ``buffers``."""
 
 
 @dataclass(eq=False)
 class Exchange:
-    """The communication of one parameter group: sends matrices to the ranks that own them, and results back.
+    """The communication of one parameter group: it sends matrices to their owners, and the results back.
+
+    The owner of a matrix is the rank that orthogonalizes it.
 
     Args:
-        group: process group of the ranks that share the parameters; ``None`` if each rank works by itself.
+        group: process group of the ranks that share the parameters; ``None`` if each rank does all the work itself.
         dtype: dtype of the elements that are sent, bf16 or fp32.
         device: device on which Newton-Schulz and the collectives run.
         work: scratch memory, from which the buffers are allocated.
         name: name of the parameter group, for messages.
-        staging: object that copies between ``device`` and shards in host memory; ``None`` without CPU offload.
+        staging: the copies between ``device`` and host memory under CPU offload; ``None`` without CPU offload.
     """
 
     group: Any
@@ -75,12 +80,10 @@ class Exchange:
         self._collectives = PendingCollectives(self.name, self.device)
 
     def owner_set(self, batch: Batch, bucket: str, calls: Iterator[Collective]) -> OwnerSet:
-        """Return the collectives among the ranks that own a batch's matrices together. This rank is one of them.
+        """Return the ranks that own the matrices of ``batch`` together. This rank is one of them.
 
-        Args:
-            batch: matrices of one shape that are orthogonalized in one call.
-            bucket: the bucket's number for messages, such as "2 of 5".
-            calls: the planned collectives of the bucket. Each collective of the batch takes the next one.
+        ``bucket``: number of the batch's bucket for messages, such as "2 of 5". ``calls``: the bucket's planned
+        collectives, in order. A collective that is not the next one raises RuntimeError.
         """
 
         def call(kind: str, tensor: Tensor, launch: Callable[[], Any]) -> None:
@@ -95,11 +98,10 @@ class Exchange:
         return OwnerSet(owner_group(self.group, batch.owners), batch.owners, call)
 
     def collect(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return all vectors of the group as {name: fp32 CPU tensor}; one rank stores each vector. A collective.
+        """Return NorMuon's second moments of all matrices as {matrix name: fp32 CPU vector}; a collective.
 
-        Args:
-            own: {name: fp32 vector} that this rank stores.
-            sizes: {name: length} of the vectors of all ranks, in the same order on all ranks.
+        ``own``: {matrix name: fp32 vector} of the matrices that this rank owns. ``sizes``: {matrix name: length} of all
+        matrices of the group, in the same order on all ranks.
         """
         flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=self.device)
         vectors = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
@@ -110,23 +112,22 @@ class Exchange:
         return {name: vector.cpu() for name, vector in vectors.items()}
 
     def largest(self, values: Tensor, names: Sequence[str]) -> None:
-        """Replace each element of ``values`` by its maximum over the group's ranks; a collective.
+        """Replace each element of ``values`` by its maximum over the ranks of :attr:`group`; a collective.
 
-        ``names``: names of the matrices that the values belong to, for error messages.
+        ``names``: the matrices that the values belong to, for error messages.
         """
         largest = torch.distributed.ReduceOp.MAX
         launch = partial(torch.distributed.all_reduce, values, largest, group=self.group, async_op=True)
         self._collectives.start("", tuple(names), launch).wait()
 
     def run(self, plan: Plan, program: Program, compute: Phases, timed: Phase) -> None:
-        """Run one step: call the collectives of ``program`` in order, and do the work between them.
+        """Run one step: carry out the operations of ``program`` in order.
 
         Args:
-            plan: the plan for which ``program`` was made.
-            program: the operations of this rank.
-            compute: does the work between the collectives.
-            timed: takes the name of a phase and returns a context manager, which is entered around the phase. The
-                phases are ``prepare``, ``exchange`` (waiting for collectives), ``newton_schulz`` and ``apply``.
+            plan: the plan that ``program`` comes from.
+            compute: the computations of the step.
+            timed: function of a phase's name that returns a context manager, in which the phase runs. The names are
+                ``prepare``, ``exchange`` (waiting for collectives), ``newton_schulz`` and ``apply``.
         """
         # Allocate every storage now, in its final size: none is replaced while a bucket uses it, and all exist before
         # copies on other streams are made to wait for earlier uses of this memory.
@@ -171,10 +172,9 @@ class Exchange:
         return {n: self.work.get(f"bucket{n}", (numel,), self.dtype, self.device) for n, numel in numels.items()}
 
     def _open(self, plan: Plan, operation: Open, storage: Tensor, others: Mapping[int, BucketBuffers]) -> BucketBuffers:
-        """Return the buffers of the bucket ``operation.bucket``, as views of the 1-D tensor ``storage``.
+        """Return the buffers of the bucket that ``operation`` opens, as views of the 1-D tensor ``storage``.
 
-        ``others``: {index of a bucket: its buffers} for the buckets opened before. A bucket that only sends results
-        takes its matrices from one of them.
+        ``others``: {bucket index: buffers} of buckets opened before, whose results this bucket may send.
         """
         bucket = plan.buckets[operation.bucket]
         matrices, outbox, inbox = storage[: operation.numel].split(bucket.buffer_sizes)
@@ -192,11 +192,7 @@ class Exchange:
         )
 
     def _wait(self, buffers: BucketBuffers, back: bool) -> None:
-        """Wait for the collectives of ``buffers``, and for the copies between host and accelerator.
-
-        If results were sent back (``back``), the host itself waits for the copy, because it reads the results next.
-        Otherwise only the current stream waits.
-        """
+        """Wait for the collectives and copies of ``buffers``. If they bring results (``back``), the host waits, too."""
         buffers.wait()
         if buffers.copied is not None:
             (buffers.copied.synchronize if back else buffers.copied.wait)()
@@ -216,7 +212,6 @@ class Exchange:
                 buffers.copied = self.staging.copy(device, host)
 
     def _launch(self, buffers: BucketBuffers, operation: Send) -> None:
-        """Launch the collectives of ``operation`` on ``buffers``, and append them to ``buffers.pending``."""
         if not operation.collectives:
             return
         # DeepSpeed's wrapper of torch.distributed, so that its comms_logger lists these calls as `muon_exchange`.

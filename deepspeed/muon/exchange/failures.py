@@ -26,10 +26,9 @@ LAST_WORDS = 2.0
 
 
 class _Steps:
-    """The current or latest step of this process.
+    """This process's current or latest step. Steps are numbered from 1, equally on all ranks.
 
-    ``number``: counts the steps from 1, equal on all ranks. ``began``: start of the step, by :func:`time.monotonic`.
-    ``is_left``: whether this process has ended the step. ``has_failed``: whether an exception ended the step.
+    ``began``: time of :func:`time.monotonic` at the start. ``is_left``: whether the process has ended the step.
     """
 
     number = 0
@@ -40,9 +39,9 @@ class _Steps:
 
 @contextmanager
 def failures_reported() -> Iterator[None]:
-    """Return a context for one step of all ranks, which reports an exception raised inside to the other ranks.
+    """Return a context to enter once for each training step. It reports an exception raised inside to the other ranks.
 
-    The exception is raised again.
+    The exception is then raised again.
     """
     if _Steps.has_failed:  # the script has handled an exception and continues; all ranks may have had it
         with suppress(Exception):
@@ -61,10 +60,10 @@ def failures_reported() -> Iterator[None]:
 
 
 def step_of_all(step: Callable) -> Callable:
-    """Decorate an optimizer's ``step``: run it inside :func:`failures_reported`.
+    """Decorate an optimizer's ``step``, so that it runs inside :func:`failures_reported`.
 
-    This does nothing if DeepSpeed calls ``step`` several times per training step; its caller then enters
-    :func:`failures_reported` around all calls.
+    Where DeepSpeed calls ``step`` several times in one training step, the caller enters :func:`failures_reported`
+    around all calls instead.
     """
 
     @functools.wraps(step)
@@ -87,13 +86,13 @@ def _report(text: str) -> None:
     store = torch.distributed.distributed_c10d._get_default_store()
     first = store.compare_set(_key(_Steps.number), "", text).decode()
     if first != text:
-        logger.error("deepspeed-muon: the first error in this step was on %s", first)
+        logger.error("deepspeed-muon: another rank failed first in this step; fix the cause of its error: %s", first)
     elif torch.distributed.get_rank() == 0:
         time.sleep(LAST_WORDS)
 
 
 def first_failure() -> str:
-    """Return the first error that any rank reported in this step or the one before, such as "rank 3: ValueError: ...".
+    """Return the first error that a rank reported in this step or the one before, such as "rank 3: ValueError: ...".
 
     Empty if no rank has reported an error.
     """
@@ -106,10 +105,10 @@ def first_failure() -> str:
 
 
 def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
-    """End this process if it waits for other ranks in a step in which another rank raised an exception.
+    """End this process if a rank reported an exception in a step in which this process still waits for other ranks.
 
-    The watchdog thread calls this regularly. ``is_waiting``: function that returns whether a collective is still
-    running :data:`GRACE` seconds after its launch.
+    The watchdog thread calls this every few seconds. ``is_waiting``: function that returns whether a collective of this
+    process is still running :data:`GRACE` seconds after its launch.
     """
     number = _Steps.number
     if number == 0 or _Steps.has_failed or time.monotonic() - _Steps.began < GRACE:
@@ -117,7 +116,11 @@ def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
     text = first_failure()
     if not text or (_Steps.is_left and not is_waiting()) or _Steps.has_failed or _Steps.number != number:
         return
-    logger.error("deepspeed-muon: this rank ends, because it waits in a step in which another rank failed: %s", text)
+    logger.error(
+        "deepspeed-muon: this process ends, because it waits in a step in which another rank failed; "
+        "fix the cause of that rank's error: %s",
+        text,
+    )
     for handler in logger.handlers:
         handler.flush()
     # Not sys.exit: this is the watchdog's thread, and the main thread waits in a collective that never returns.

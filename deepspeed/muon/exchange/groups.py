@@ -36,7 +36,7 @@ def processes() -> int:
 
 
 def init_and_rank(group: Any) -> tuple[int, int]:
-    """Initialize ``deepspeed.comm`` if needed. Return (this process's rank in a torch process group, its size)."""
+    """Initialize ``deepspeed.comm`` if needed. Return (this process's rank in the process group, the group's size)."""
     from deepspeed import comm  # type: ignore[attr-defined]
 
     if not comm.is_initialized():
@@ -45,9 +45,9 @@ def init_and_rank(group: Any) -> tuple[int, int]:
 
 
 def all_maxima(values: Tensor, group: Any) -> Tensor:
-    """Replace each element of ``values`` by its maximum over the ranks of ``group`` (``None``: all ranks).
+    """Replace each element of ``values`` by its maximum over the ranks of ``group``; return ``values``.
 
-    Return ``values``. A collective if the job has several processes.
+    ``group``: ``None`` for all ranks. A collective if the job has several processes.
     """
     if processes() > 1:
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
@@ -57,7 +57,7 @@ def all_maxima(values: Tensor, group: Any) -> Tensor:
 def summed(values: Tensor) -> Tensor:
     """Return the elementwise sum of ``values`` over all ranks; a collective.
 
-    ``values``: an fp64 CPU tensor. The result is on the accelerator, in fp64 or, if that is not supported, in fp32.
+    ``values``: an fp64 CPU tensor. The result is on the accelerator: fp64 if it supports this dtype, otherwise fp32.
     """
     device = torch.device(get_accelerator().current_device_name())
     sums = values.to(torch.float64 if has_fp64(device) else torch.float32).to(device)
@@ -66,12 +66,10 @@ def summed(values: Tensor) -> Tensor:
 
 
 def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> Agreed:
-    """Return whether a check has passed on all ranks of ``group`` (``None``: all); a collective unless ``is_common``.
+    """Return whether a check has passed on all ranks of ``group`` (``None``: all ranks).
 
-    Args:
-        has_passed: whether the check has passed on this rank.
-        is_common: whether all ranks checked the same numbers, such as a norm that ZeRO has reduced. If so,
-            ``has_passed`` is returned without communication.
+    ``has_passed``: whether it has passed on this rank. ``is_common``: whether all ranks check the same numbers, such as
+    a norm that ZeRO has reduced. If so, ``has_passed`` is returned. Otherwise this is a collective.
     """
     if is_common:
         return Agreed(has_passed)
@@ -90,9 +88,9 @@ def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return the list of the values of all ranks of ``group`` (``None``: all ranks), in rank order; a collective.
+    """Return the values of all ranks of ``group`` (``None``: all ranks) as a list in rank order; a collective.
 
-    ``value``: an object that can be pickled.
+    ``value``: this rank's value, which pickle must support.
     """
     values = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
@@ -100,14 +98,14 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
-    """Return on all ranks the ``value`` that rank ``source`` passed, an object that can be pickled; a collective."""
+    """Return on every rank the ``value`` that rank ``source`` passed, which pickle must support; a collective."""
     values = [value]
     torch.distributed.broadcast_object_list(values, src=source)
     return values[0]
 
 
 def union(names: Iterable[str]) -> list[str]:
-    """Return the union of all ranks' ``names``, in the same order on all ranks; a collective."""
+    """Return the union of ``names`` over all ranks, in the same order on every rank; a collective."""
     local = list(names)
     digests = gathered(hashlib.sha256("\n".join(local).encode()).hexdigest())
     firsts = [ranks[0] for ranks in ranks_by_value(digests).values()]
@@ -115,10 +113,10 @@ def union(names: Iterable[str]) -> list[str]:
 
 
 def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
-    """Create process groups, which :func:`group_of` returns later. A collective that all ranks of the world must call.
+    """Create process groups for :func:`group_of` to return. All ranks of the world must call this together.
 
-    ``wanted``: the ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks. ``device``: device of the
-    tensors that will be sent in the groups.
+    ``wanted``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks. ``device``: device of
+    the tensors that will be sent.
     """
     # In one order on all ranks, members or not: if NCCL splits the world's communicator, every rank must take part.
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
@@ -130,10 +128,7 @@ def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
 
 
 def is_made(ranks: Sequence[int]) -> bool:
-    """Return whether a process group of ``ranks`` exists, so that :func:`group_of` can return it.
-
-    ``ranks``: world ranks, with this rank among them.
-    """
+    """Return whether :func:`group_of` can return a process group of ``ranks``, world ranks that include this one."""
     if len(ranks) == torch.distributed.get_world_size():
         return True
     group = _made.get((torch.distributed.group.WORLD, tuple(ranks)))
@@ -141,27 +136,26 @@ def is_made(ranks: Sequence[int]) -> bool:
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """Return the process group of ``ranks`` (world ranks), which :func:`make_groups` has made.
+    """Return the process group of ``ranks`` (world ranks). :func:`make_groups` must have created it.
 
     Raises:
-        RuntimeError: :func:`make_groups` was not called for these ranks.
+        RuntimeError: it has not been created, and ``ranks`` are not the whole world.
     """
     if len(ranks) == torch.distributed.get_world_size():
         return torch.distributed.group.WORLD
     if not is_made(ranks):
         raise RuntimeError(
-            f"by the loaded state, ranks {list(ranks)} orthogonalize matrices together, but they have no process "
-            "group, which only all ranks can make; call engine.load_checkpoint on all ranks, or load the state before "
-            "the first step"
+            f"the loaded optimizer state makes ranks {list(ranks)} orthogonalize matrices together, but they have no "
+            "process group, and all ranks must create it together; call engine.load_checkpoint on all ranks, or load "
+            "the state before the first step"
         )
     return _made[torch.distributed.group.WORLD, tuple(ranks)]
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
-    """Return the time limit for collectives, to pass to torch's ``new_group``.
+    """Return the time limit of collectives, to pass to torch's ``new_group``; ``None`` if no limit can be found.
 
-    It is the environment variable ``DEEPSPEED_TIMEOUT`` (in minutes) or, if this is not set, the limit of the world's
-    process group. ``None`` if that is not known either.
+    The environment variable ``DEEPSPEED_TIMEOUT`` (minutes) sets it. Its default is that of the world's group.
     """
     if minutes := os.environ.get("DEEPSPEED_TIMEOUT"):
         return timedelta(minutes=int(minutes))
@@ -170,9 +164,9 @@ def group_timeout(device: torch.device) -> timedelta | None:
 
 
 def limit_time(group: Any) -> None:
-    """Set the time limit of an existing process group to the environment variable ``DEEPSPEED_TIMEOUT`` (minutes).
+    """Set a process group's time limit to the environment variable ``DEEPSPEED_TIMEOUT`` (minutes).
 
-    Does nothing if the variable is not set, or if torch cannot change the limit.
+    Do nothing if the variable is not set, or if torch cannot change the limit.
     """
     set_timeout = getattr(torch.distributed.distributed_c10d, "_set_pg_timeout", None)
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")

@@ -26,7 +26,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 class Staging:
-    """The copies of CPU offload between host memory and DeepSpeed's accelerator, on one stream per direction."""
+    """The copies of CPU offload between host memory and the accelerator. Each direction has a stream of its own."""
 
     def __init__(self) -> None:
         self._accelerator = get_accelerator()
@@ -34,34 +34,34 @@ class Staging:
         self._up, self._down = make(), make()
 
     def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
-        """Return pinned host memory, 1-D, for all elements of a bucket that this rank stores.
+        """Return a 1-D tensor in pinned host memory, large enough for all elements of ``bucket`` in this rank's shard.
 
-        Buckets of the same ``slot`` use the same memory.
+        Calls with the same ``slot`` return the same memory.
         """
         return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned)
 
     def follow_the_computation(self) -> None:
         """Make later copies to the accelerator wait for all computation that is queued now.
 
-        Call this after the buffers of a step are allocated: queued computation may still use their memory.
+        Call this after a step's buffers are allocated: queued computation may still use their memory.
         """
         if self._up is not None:
             self._up.wait_stream(self._accelerator.current_stream())
 
     def beside_the_computation(self, back: bool) -> AbstractContextManager:
-        """Return a context in which copies and collectives are queued on a stream other than that of the computation.
+        """Return a context in which copies and collectives go to a stream that runs in parallel with the computation.
 
-        If results are sent back (``back``), these first wait for all computation queued so far.
+        ``back``: whether they send results back. If so, the stream first waits for all computation queued so far.
         """
         if back and self._down is not None:
             self._down.wait_stream(self._accelerator.current_stream())
         return self._accelerator.stream(self._down if back else self._up)
 
     def copy(self, sources: list[Tensor], targets: list[Tensor]) -> Any:
-        """Queue a copy of each of ``sources`` to the tensor at the same index of ``targets``.
+        """Queue a copy of each tensor in ``sources`` to the one at the same index of ``targets``.
 
-        Return an event that marks the end of the copies. ``None`` if the accelerator has no streams; the copies have
-        ended then.
+        Return an event that marks the end of the copies, or ``None`` on an accelerator without streams, where the
+        copies have already ended.
         """
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=self._up is not None)

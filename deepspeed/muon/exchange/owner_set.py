@@ -25,9 +25,9 @@ from deepspeed.muon.plan.owners import count_ranks_per_node
 
 
 def owner_ranks(group: Any, size: int) -> tuple[int, ...]:
-    """Return the world ranks that own matrices together with this rank.
+    """Return the world ranks, ``size`` in number, that own matrices together with this rank.
 
-    They are ``size`` consecutive ranks of ``group``.
+    Example: if ``group`` has the ranks 0 to 3 and ``size`` is 2, the result on rank 3 is ``(2, 3)``.
     """
     ranks = torch.distributed.get_process_group_ranks(group)
     first = torch.distributed.get_rank(group) // size * size
@@ -35,32 +35,32 @@ def owner_ranks(group: Any, size: int) -> tuple[int, ...]:
 
 
 def owner_group(group: Any, size: int) -> Any:
-    """Return the process group of the ranks that :func:`owner_ranks` returns.
+    """Return the process group of the ranks in :func:`owner_ranks`.
 
-    Unless these are all ranks of ``group``, ``make_groups`` must have made the process group before.
+    Call :func:`~deepspeed.muon.exchange.groups.make_groups` for them first, unless they are all ranks of ``group``.
     """
     return group if size == torch.distributed.get_world_size(group) else group_of(owner_ranks(group, size))
 
 
 def neighbours_in(group: Any, ranks_per_node: int) -> int:
-    """Return how many consecutive ranks of ``group`` share a node.
+    """Return the largest n such that every n consecutive ranks of ``group`` share a node.
 
-    ``ranks_per_node``: number of consecutive world ranks that share a node.
+    ``ranks_per_node``: number of world ranks on each node.
     """
     return count_ranks_per_node([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
 
 
 @dataclass(frozen=True)
 class OwnerSet:
-    """The ranks that own some matrices together, one slice of each per rank, and the collectives among them.
+    """The ranks that own some matrices together, and the collectives among them.
 
-    All ranks of the set make the same calls in the same order.
+    Each of these owners holds one slice of every matrix. All make the same calls in the same order.
 
     Args:
         group: process group of the owners.
         size: number of owners.
-        call: makes a collective and waits for its end; takes its kind, the tensor that this rank contributes, and a
-            function that launches the collective and returns a handle with a method ``wait``.
+        call: function that launches a collective and waits for it. It takes the collective's kind, such as
+            "all_reduce", this rank's tensor, and a function that launches it and returns its handle.
     """
 
     group: Any
@@ -68,10 +68,10 @@ class OwnerSet:
     call: Callable[[str, Tensor, Callable[[], Any]], None]
 
     def operations(self, kernels: Operations) -> Operations:
-        """Return operations that do what ``kernels`` do, but on one slice of each matrix.
+        """Return kernels that do the work of ``kernels`` on this rank's slice of each matrix.
 
-        ``normalize`` and ``square`` communicate with the owners of the other slices. So does ``product`` if there are
-        :data:`SPLIT_FROM` owners or more.
+        ``normalize`` and ``square`` communicate with the other owners. So does ``product`` if there are at least
+        :data:`SPLIT_FROM` owners.
         """
         square = functools.partial(self._square, kernels)
         ours = replace(kernels, normalize=self._normalize, square=square, is_slice=True)
@@ -80,11 +80,9 @@ class OwnerSet:
         return replace(ours, product=functools.partial(self._product, kernels), in_place=True)
 
     def _normalize(self, x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-        """Write this rank's slices to ``out``, scaled so that each whole matrix has the Frobenius norm ``norm``; return
-        ``out``.
+        """Scale this rank's slices ``x``, so that each whole matrix has the Frobenius norm ``norm``. Return ``out``.
 
-        It takes what :func:`deepspeed.muon.kernels.reference.normalize` takes. The owners exchange the norms of their
-        slices.
+        The arguments are those of :func:`deepspeed.muon.kernels.reference.normalize`.
         """
         sizes = torch.stack([torch.stack(reference.exponent_and_norm(matrix)) for matrix in x])
         found = torch.empty((self.size, x.size(0), 2), dtype=torch.float32, device=x.device)
@@ -113,11 +111,12 @@ class OwnerSet:
     def _product(
         self, kernels: Operations, a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN
     ) -> None:
-        """Compute :func:`deepspeed.muon.kernels.reference.product`: each owner some rows, which all owners then gather.
+        """Compute :func:`deepspeed.muon.kernels.reference.product`. Each owner computes some rows, and all gather them.
 
-        A and B must commute, because the rows are computed as those of B A. ``out`` may be A or B: each matrix is
-        written when this rank no longer needs its factors.
+        ``out`` may be ``a`` or ``b``.
         """
+        # The rows are computed as those of B A, which equals A B. `out` may be A or B: each matrix is written only when
+        # this rank no longer needs its factors.
         count = out.rest.size(-1) // self.size
         first = torch.distributed.get_rank(self.group) * count
         mine = slice(first, first + count)
@@ -148,15 +147,10 @@ def _each(matrices: Symmetric) -> list[Symmetric]:
 
 
 def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, coeffs: Scalars, work: Workspace) -> Tensor:
-    """Turn some rows of A B into rows of ``alpha A B + beta A + shift I``, in place.
+    """Turn ``rows`` of ``A B``, in place, into rows of ``alpha A B + beta A + shift I``. ``mine``: their indices.
 
-    Args:
-        rows: the rows of A B with the indices ``mine``. If A and B store their diagonals separately, the rows of the
-            product of A and B without their diagonals.
-        coeffs: (alpha, beta, shift).
-
-    Returns:
-        Elements ``mine`` of the result's diagonal if diagonals are stored separately, otherwise an empty tensor.
+    If A and B store their diagonals separately, ``rows`` lacks those; return the result's diagonal at ``mine``.
+    Otherwise return an empty tensor. ``coeffs``: (alpha, beta, shift).
     """
     alpha, beta, shift = coeffs
     of_a, on_diagonal = a.rest[:, mine], rows.diagonal(offset=mine.start, dim1=-2, dim2=-1)

@@ -16,7 +16,7 @@ from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 
 @dataclass(frozen=True)
 class Partition:
-    """The parameters of one parameter group that one call of ``step`` updates, and how ranks share them.
+    """The parameters that one call of ``step`` updates, all of one parameter group, and how ranks share them.
 
     Args:
         index: index of the parameter group in the optimizer.
@@ -41,18 +41,19 @@ class Partition:
 
     @property
     def is_replicated(self) -> bool:
-        """Return whether each of several ranks holds complete copies of all parameters."""
+        """Return whether several ranks hold complete copies of all parameters of the partition."""
         return any(shard.placement.copies > 1 for shard in self.shards)
 
     @property
     def blocks(self) -> list[PlacedBlock]:
-        """Return the matrices of the parameters in ``planned``, in the order in which the plan numbers them."""
+        """Return the matrices of all parameters in ``planned``, in the order in which the plan numbers them."""
         return [item for shard in self.planned for item in shard.items]
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
         """Yield (shard, start, stop, position) for each parameter of which this rank holds elements.
 
-        Elements ``start`` to ``stop`` of the flat parameter begin at index ``position`` of ``tensors[shard.tensor]``.
+        This rank holds elements ``start`` to ``stop`` of the flattened parameter. In ``tensors[shard.tensor]`` they
+        begin at index ``position``.
         """
         for shard in self.shards:
             start, stop = shard.placement.held_range(self.rank, 0, shard.spec.numel)
@@ -60,10 +61,9 @@ class Partition:
                 yield shard, start, stop, shard.placement.position(start)
 
     def fragments(self) -> list[list[Fragment]]:
-        """Return for each of ``tensors`` the list of the parameter fragments that it stores on this rank.
+        """Return, for each tensor in ``tensors``, the list of parameter fragments that it holds on this rank.
 
-        A fragment is named like its parameter. Under tensor parallelism ``@`` and the tensor-parallel rank follow,
-        because ranks hold different parts of a matrix under one name.
+        Under tensor parallelism ``@`` and the tensor-parallel rank follow the parameter's name: ``fc.weight@1``.
         """
         found: list[list[Fragment]] = [[] for _ in self.tensors]
         for shard, start, stop, position in self.pieces():
@@ -75,12 +75,10 @@ class Partition:
 def whole_partition(
     index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1
 ) -> Partition:
-    """Return the partition of a parameter group without sharding: each of ``copies`` ranks has all parameters complete.
+    """Return the partition of a parameter group that ZeRO does not shard: every rank of ``group`` holds all ``params``.
 
-    Args:
-        index: index of the parameter group in the optimizer.
-        params, specs: the parameters and their descriptions, in the same order.
-        group, rank: process group of the ``copies`` ranks, and this rank's index in it.
+    ``index``: the parameter group's index in the optimizer. ``specs``: descriptions of ``params``, in the same order.
+    ``rank``: this rank's index in ``group``. ``copies``: the number of ranks in ``group``.
 
     Raises:
         ValueError: a Muon parameter is not contiguous, such as a convolution in channels_last.

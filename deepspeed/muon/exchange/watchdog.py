@@ -38,16 +38,16 @@ MAX_NAMED, MAX_LATEST = 4, 4
 
 
 class PendingCollective:
-    """One launched collective, and whether it has ended.
+    """One launched collective, which knows whether it has ended.
 
-    ``handle`` keeps the collective's tensors in memory until :meth:`wait`, which sets it to ``None``. On an accelerator
-    the collective may still be running after :meth:`wait`.
+    ``handle`` keeps the collective's tensors in memory. :meth:`wait` sets it to ``None``, though on an accelerator the
+    collective may then still be running.
 
     Args:
         title: the bucket and the parameter group, for messages.
         names: the matrices in the bucket, for messages.
-        start: launches the collective and returns a handle with a method ``wait``.
-        mark: host tensor with one uint8: 0 from the call of :meth:`wait` until the collective has ended, otherwise 1.
+        start: function that launches the collective and returns its handle, which has a method ``wait``.
+        mark: host tensor with one uint8. It is 0 while the collective is waited for and has not ended, otherwise 1.
         device: device of the collective's tensors.
 
     Raises:
@@ -82,30 +82,35 @@ class PendingCollective:
         self.mark.copy_(torch.ones(1, dtype=self.mark.dtype, device=self._device), non_blocking=True)
 
     def is_slow(self, limit: float | None = None) -> bool:
-        """Return whether the collective was launched more than ``limit`` seconds ago and is still waited for.
+        """Return whether :meth:`wait` was called, and the collective has not ended ``limit`` seconds after its launch.
 
-        ``limit``: by default :data:`SLOW`. ``False`` before :meth:`wait` is called.
+        ``limit``: :data:`SLOW` if ``None``.
         """
         return time.monotonic() - self.since > (SLOW if limit is None else limit) and not self.mark.item()
 
     def location(self) -> str:
-        """Return, for messages, the collective's bucket, its first matrices, and the seconds since the launch."""
+        """Return a text for messages: the collective's bucket, its first matrices, and the seconds since the launch."""
         more = f" and {len(self.names) - MAX_NAMED} more" if len(self.names) > MAX_NAMED else ""
         seconds = time.monotonic() - self.since
-        return f"{self.title} ({', '.join(self.names[:MAX_NAMED])}{more}), {seconds:.1f} s after it began"
+        return f"{self.title} ({', '.join(self.names[:MAX_NAMED])}{more}), {seconds:.1f} s after the exchange began"
 
     @contextmanager
     def _named_errors(self, plain: type[Exception] | None = None) -> Iterator[None]:
-        """Return a context that turns an error of the backend into an ExchangeError, which names the bucket.
+        """Return a context that turns a backend's error into an ExchangeError that names the bucket.
 
-        Errors of the backend are torch's ``DistError`` and errors whose class is exactly ``plain``. Any other error is
-        raised unchanged, after its bucket is logged.
+        ``plain``: class of errors that the backend raises besides ``DistError``. Other errors are logged and raised
+        again.
         """
         try:
             yield
         except Exception as error:
             if type(error) is not plain and not isinstance(error, torch.distributed.DistError):
-                logger.error("deepspeed-muon: Muon's step raised %s in %s", type(error).__name__, self.location())
+                logger.error(
+                    "deepspeed-muon: Muon's step raised %s while this rank communicated in %s; see the traceback "
+                    "of this error",
+                    type(error).__name__,
+                    self.location(),
+                )
                 raise
             cause = f". The first error in this step was on {first}" if (first := first_failure()) else ""
             raise ExchangeError(
@@ -130,12 +135,10 @@ class PendingCollectives:
         _all.add(self)
 
     def start(self, bucket: str, names: tuple[str, ...], launch: Callable[[], Any]) -> PendingCollective:
-        """Launch a collective, and return the object to wait for it.
+        """Launch a collective. Return the :class:`PendingCollective` to wait for it.
 
-        Args:
-            bucket: the bucket's number, such as "2 of 5"; empty for the check for missing gradients.
-            names: the matrices in the bucket, for messages.
-            launch: launches the collective and returns a handle with a method ``wait``.
+        ``bucket``: the bucket's number, such as "2 of 5"; empty for the check for missing gradients. ``names``: the
+        matrices in the bucket. ``launch``: function that launches the collective and returns its handle.
         """
         what = f"bucket {bucket}" if bucket else "the check for missing gradients"
         if len(self._latest) == MAX_LATEST and (earlier := self._latest.popleft()).handle is None:
@@ -150,17 +153,17 @@ class PendingCollectives:
         return collective
 
     def is_waiting(self) -> bool:
-        """Return whether one of the latest collectives still runs, is waited for, and is older than :data:`GRACE`."""
+        """Return whether the group waits for a collective that was launched over :data:`GRACE` seconds ago."""
         return any(collective.is_slow(GRACE) for collective in list(self._latest))
 
     def report_slow(self) -> None:
-        """Log the oldest collective of the group that is slow, once. Later ones are slow for the same reason."""
+        """Log the group's oldest slow collective, once. Later ones are slow for the same reason, and are not logged."""
         latest = list(self._latest)
         slow = next((collective for collective in latest if collective.is_slow()), None)
         if slow is not None and not slow.is_reported:
             logger.error(
-                "deepspeed-muon: Muon's step is waiting for other ranks in %s; one of them is slow or has died, look "
-                "at their logs",
+                "deepspeed-muon: Muon's step is waiting for other ranks in %s; another rank is slow or has died, look "
+                "at the logs of all ranks",
                 slow.location(),
             )
             for collective in latest:
@@ -172,7 +175,7 @@ _all: weakref.WeakSet[PendingCollectives] = weakref.WeakSet()
 
 @functools.cache
 def start_watchdog() -> None:
-    """Start the watchdog thread of this process, which logs slow collectives; does nothing if it runs already."""
+    """Start this process's watchdog thread, which logs slow collectives. Do nothing if it is running."""
     threading.Thread(target=_watch, name="deepspeed-muon watchdog", daemon=True).start()
 
 

@@ -31,21 +31,21 @@ from deepspeed.muon.tuning import method_of, with_products
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The facts on which all ranks must agree before they plan a step; :mod:`deepspeed.muon.zero.bind` finds them.
+    """Facts besides the config that a step depends on; :mod:`deepspeed.muon.zero.bind` finds them.
 
     Args:
-        is_logging: whether this rank logs what is the same on all ranks; true on one rank.
+        is_logging: whether this rank writes the log lines that would be equal on all ranks; true on one rank.
         kernels: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
         unavailable: device type -> reason why the package's fast kernels cannot be used on it.
-        ranks_per_node: number of consecutive ranks on one node; 1 if unknown. Several ranks own a matrix together only
-            if they are on one node, unless the config sets the number of owners.
+        ranks_per_node: number of consecutive ranks on one node; 1 if unknown. Ranks of different nodes do not own a
+            matrix together, unless the config sets the number of owners.
         peers: process group of the ranks that train the same layers; ``None``: all ranks.
-        muon_of_all_stages: with a pipeline, {name: hash of how the parameter is split into matrices} for the Muon
-            parameters of all stages. The hash is empty for a parameter that is one matrix. ``None``: no pipeline.
+        muon_of_all_stages: with a pipeline, {Muon parameter of any stage: hash of how it is split into matrices}. The
+            hash is empty for a parameter that is one matrix. ``None`` without a pipeline.
         is_stepped_in_parts: whether one engine step calls the optimizer's ``step`` several times. The engine then calls
-            the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
-        is_finite: function that returns whether the gradients of the current step are finite, as DeepSpeed's optimizer
-            wrapper has found. ``None``: the optimizer checks the gradients itself, because they are equal on all ranks.
+            ``begin_step`` before the first call, and releases the workspace after the last.
+        is_finite: function that returns whether DeepSpeed's optimizer wrapper has found the current gradients finite.
+            ``None``: the optimizer checks them itself, because they are equal on all ranks.
     """
 
     is_logging: bool = True
@@ -74,15 +74,11 @@ def bind_partition(
     """Plan the step of one partition of Muon parameters. Return the :class:`PartitionStep` that carries it out.
 
     Args:
-        partition: the parameters that one call of the optimizer's ``step`` updates, and how the ranks share them.
-        group: the partition's parameter group. Its entry ``owner_counts``, from a loaded checkpoint, fixes how many
-            ranks own a matrix together: shape, such as ``16x64`` -> number of ranks.
-        config: the optimizer's config.
-        choice: dtype, methods and kernels of Newton-Schulz.
-        context: what all ranks have agreed on.
-        tables: {name: kernels}; ``choice`` names those that compute matrix products.
+        group: the partition's parameter group. A loaded checkpoint gives it an entry ``owner_counts``, which fixes how
+            many ranks own a matrix together: shape, such as ``16x64`` -> number of ranks.
+        choice: dtype and methods of Newton-Schulz, and the names of its kernels in ``tables``.
         exchange: communication among the ranks of the partition.
-        blocks: tensor -> the quantization blocks of its int8 momentum; empty for other dtypes.
+        blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         second_moments: NorMuon's second moments of all partitions.
     """
     method = partial(method_of, choice, group["ns_method"])

@@ -32,12 +32,9 @@ PROBES = 16
 class _Probes(NamedTuple):
     """The elements of one tensor's gradient that :class:`GradientProbe` tests.
 
-    Args:
-        tensor: index of the tensor in the partition.
-        runs: for each matrix with elements in the tensor, the contiguous pieces of the matrix there.
-        matrices: index of each of these matrices among all matrices of the partition, int64 ``[matrices]``.
-        positions: for each of these matrices, indices in the tensor of the elements to test first, int64 ``[matrices,
-            PROBES]``.
+    ``runs``: for each matrix in the tensor, the parts of the matrix there. ``matrices``: index of each such matrix
+    among those of the partition, int64 ``[matrices]``. ``positions``: for each of them, indices in the tensor of the
+    elements to test first, int64 ``[matrices, PROBES]``.
     """
 
     tensor: int
@@ -47,12 +44,9 @@ class _Probes(NamedTuple):
 
 
 class GradientProbe:
-    """The search for matrices without a gradient in one :class:`Partition`. It takes only a few tensor operations.
+    """A search for matrices without a gradient in one :class:`Partition`, made of a few tensor operations.
 
-    Args:
-        partition: lists the tensors of this rank and the names of the matrices.
-        plan: says where in the tensors each matrix is.
-        exchange: communication with the ranks that hold other parts of the matrices.
+    ``plan``: says where in the partition's tensors each matrix is.
     """
 
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
@@ -74,8 +68,8 @@ class GradientProbe:
     def without_gradient(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
         """Return the names of the partition's matrices whose gradient is zero on all ranks.
 
-        A collective, unless ``look.collectives`` is empty because each rank knows by itself. ``tensors``: the tensors
-        of the partition. A tensor whose ``grad`` is ``None`` has a zero gradient.
+        A collective, unless ``look.collectives`` is empty: then this rank's gradients are enough to tell. ``tensors``:
+        the tensors of the partition. A ``grad`` of ``None`` counts as zero.
         """
         present = self._local(tensors).to(self._exchange.device)
         if look.collectives:
@@ -85,10 +79,7 @@ class GradientProbe:
         return frozenset(name for name, is_present in zip(self._names, present.tolist(), strict=True) if not is_present)
 
     def _local(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return, for each matrix of the partition, whether this rank holds a nonzero element of its gradient.
-
-        The result is int32 ``[matrices]``: 1 for yes, 0 for no.
-        """
+        """Return int32 ``[matrices]``: 1 if this rank holds a nonzero element of the matrix's gradient, otherwise 0."""
         present = torch.zeros(len(self._names), dtype=torch.int32, device=tensors[0].device)
         grads = {
             p.tensor: grad.contiguous().view(-1) for p in self._probes if (grad := tensors[p.tensor].grad) is not None
@@ -111,10 +102,7 @@ class GradientProbe:
 
 
 def _spread(runs: Sequence[ShardRun]) -> list[int]:
-    """Return the indices in a tensor of PROBES elements of one matrix, spread evenly over the matrix.
-
-    ``runs``: the pieces of the matrix in the tensor.
-    """
+    """Return the indices in a tensor of PROBES elements of one matrix, spread evenly over its parts ``runs``."""
     ends, positions = list(accumulate(run.copy.numel for run in runs)), []
     for probe in range(PROBES):
         element = (2 * probe + 1) * ends[-1] // (2 * PROBES)
@@ -126,7 +114,7 @@ def _spread(runs: Sequence[ShardRun]) -> list[int]:
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
-    """Return, as a bool on the host, whether the norm of every gradient in ``tensors`` is finite; True for ``[]``.
+    """Return whether the norm of every gradient in ``tensors`` is finite; True for an empty list.
 
     Raise RuntimeError if a gradient is sparse.
     """
@@ -134,8 +122,9 @@ def are_finite(tensors: list[Tensor]) -> bool:
         return True
     if any(t.layout != torch.strided for t in tensors):
         raise RuntimeError(
-            "MuonWithAuxAdam does not support sparse gradients, and one parameter has a sparse gradient; use "
-            "nn.Embedding(..., sparse=False), or another optimizer for it, such as torch.optim.SparseAdam"
+            "MuonWithAuxAdam does not support sparse gradients, and the gradient of at least one parameter is sparse; "
+            "use nn.Embedding(..., sparse=False), or another optimizer for this parameter, such as "
+            "torch.optim.SparseAdam"
         )
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     # In fp16 the norm of a finite gradient may overflow.

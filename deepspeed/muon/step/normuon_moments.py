@@ -18,7 +18,7 @@ SAVED = "second_moments"
 
 
 class SecondMoments:
-    """NorMuon's second moments of the matrices that this rank owns, that is, orthogonalizes.
+    """NorMuon's second moments of the matrices that this rank owns, which means that it orthogonalizes them.
 
     ``is_used``: whether NorMuon is on. If it is off, there are no second moments.
     """
@@ -31,10 +31,9 @@ class SecondMoments:
         self._outputs: list[tuple[Exchange, dict[str, int]]] = []
 
     def bind(self, steps: Iterable[Any]) -> None:
-        """Keep the second moments of exactly those matrices that this rank owns now; new ones are zero.
+        """Keep only the second moments of matrices that this rank owns under the current plans. Missing ones become 0.
 
-        Call it after the steps are planned and after :meth:`load`. ``steps``: the :class:`PartitionStep` of each
-        partition.
+        Call this after :meth:`load`. ``steps``: the planned :class:`PartitionStep` of each partition.
         """
         found: dict[str, Tensor] = {}
         self._outputs.clear()
@@ -59,7 +58,7 @@ class SecondMoments:
     def whole(self) -> Iterator[None]:
         """Return a context in which this rank holds the second moments of all matrices, as :meth:`save` needs.
 
-        A collective: entering the context collects the moments from the owners.
+        A collective: entering the context collects the moments from their owners.
         """
         owned = self.by_name
         found = [exchange.collect(owned, outputs) for exchange, outputs in self._outputs]
@@ -70,37 +69,39 @@ class SecondMoments:
             self.by_name = owned
 
     def save(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Store the second moments of all matrices in the first Muon group of a state dict.
+        """Store the second moments of all matrices in the first Muon group of ``groups``; nothing if NorMuon is off.
 
-        ``groups``: the state dict's parameter groups. They do not change if NorMuon is off. Raise RuntimeError if this
-        rank does not hold all second moments, because :meth:`whole` was not entered.
+        ``groups``: the parameter groups of a state dict. Raise RuntimeError outside :meth:`whole`, where moments are
+        missing.
         """
         if not (self.by_name or self._outputs):
             return
         if missing := {name for _, outputs in self._outputs for name in outputs} - self.by_name.keys():
             raise RuntimeError(
-                f"state_dict: NorMuon's second moments of {len(missing)} matrices are on other ranks; save with "
-                "engine.save_checkpoint, or call optimizer.state_dict on all ranks within optimizer.whole_state()"
+                f"state_dict: this rank lacks NorMuon's second moments of {len(missing)} matrices, which other ranks "
+                "hold; save with engine.save_checkpoint, or call optimizer.state_dict on all ranks within "
+                "optimizer.whole_state()"
             )
         # Every rank's file has all of them, so that a resumed run may have other owners.
         next(group for group in groups if group["use_muon"])[SAVED] = dict(self.by_name)
 
     def load(self, groups: Iterable[dict[str, Any]], is_logging: bool, not_saved: Collection[str] = ()) -> None:
-        """Take the second moments of all matrices out of a loaded state dict. Call :meth:`bind` afterwards.
+        """Move the second moments of all matrices out of a loaded state dict. Call :meth:`bind` afterwards.
 
         Args:
             groups: the state dict's parameter groups. Their entries with second moments are removed.
-            is_logging: whether to warn if only the saved run or only this run uses NorMuon.
-            not_saved: names of matrices whose saved moments are ignored, because they belong to another rank's matrix
-                of the same name.
+            is_logging: whether to warn if only one of the saved run and this run uses NorMuon.
+            not_saved: names of matrices to ignore: the saved moments belong to another rank's matrix of that name.
         """
         saved = (pair for group in groups for pair in group.pop(SAVED, {}).items())
         found = {name: moment for name, moment in saved if name not in not_saved}
         if is_logging and found and not self.is_used:
             logger.warning(
                 "deepspeed-muon: the checkpoint was saved with normuon, but this run's config does not set it, so "
-                "NorMuon's second moments are dropped; set normuon to keep them"
+                "the checkpoint's second moments are ignored; set normuon to true to use them"
             )
         if is_logging and self.is_used and not found:
-            logger.warning("deepspeed-muon: the checkpoint has no second moments for normuon; they start at zero")
+            logger.warning(
+                "deepspeed-muon: the checkpoint has no second moments for normuon; they start at zero, as in a new run"
+            )
         self.by_name = found if self.is_used else {}

@@ -50,18 +50,15 @@ def short_hash(text: str, digits: int = 16) -> str:
 
 
 class Call(NamedTuple):
-    """Some runs of one bucket, which are updated together because they share a tensor, a buffer and a scale.
-
-    A run is a piece of a matrix that this rank holds (:class:`ShardRun`). A bucket is the matrices that are exchanged
-    together (:class:`Bucket`).
+    """Some runs of one :class:`Bucket` that are updated together. A run is a part of a matrix on this rank.
 
     Args:
-        runs: indices of the runs in the bucket.
-        tensor: index of their tensor in the parameter group.
-        in_place: true if their buffer is the one of the matrices that this rank owns, false if it is the send buffer.
-        scale: factor of their update.
-        spans: their contiguous ranges, with adjacent runs joined; empty if the elements of a run are not contiguous.
-        tiles: the spans as an argument of a kernel that updates many spans in one launch; ``None`` without such a
+        runs: indices of the :class:`ShardRun` objects in the bucket.
+        tensor: index, in the parameter group, of the tensor that holds all these runs.
+        in_place: whether the runs are in the buffer of the matrices that this rank owns; otherwise in the send buffer.
+        scale: factor by which the update of the runs is multiplied.
+        spans: contiguous ranges of the runs, adjacent runs joined; empty if the elements of a run are not contiguous.
+        tiles: ``spans`` as an argument of a kernel that updates many spans in one launch; ``None`` without such a
             kernel.
     """
 
@@ -78,20 +75,17 @@ class PartitionStep:
     """The planned step of one :class:`Partition` of Muon parameters. It is made once and run in every training step.
 
     Args:
-        config: the optimizer's config.
-        partition: the parameters, and how the ranks share them.
-        plan: this rank's part of the plan, such as its :class:`Bucket` objects: matrices that are exchanged together.
-        exchange: communication among the ranks of the partition.
+        plan: this rank's part of the plan, with its :class:`Bucket` objects: matrices that ranks exchange together.
         newton_schulz: schedule, methods and dtype of Newton-Schulz.
         kernels: function of a matrix's (rows, columns) that returns the kernels for its Newton-Schulz.
         elementwise: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
         multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: one launch per span.
         scale: function of a matrix's (rows, columns) that returns the factor of its update.
-        settings: all settings that decide the bits of results, as a text, for :attr:`digest`.
-        sharers: number of ranks that make the same plan, even if each of them then does all the work itself.
-        owner_counts: shape, such as ``16x64`` -> number of ranks that own a matrix together, for shapes with several
-            owners. Checkpoints store it.
-        blocks: tensor -> the quantization blocks of its int8 momentum; empty for other dtypes.
+        settings: a text of all settings that the bits of the results depend on, for :attr:`digest`.
+        sharers: number of ranks that share the parameters or hold copies of them; statistics are divided by it.
+        owner_counts: {matrix shape, such as ``16x64``: number of ranks that own such a matrix together}, where it is
+            more than one. Checkpoints store it.
+        blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         second_moments: NorMuon's second moments of all partitions.
     """
 
@@ -130,15 +124,15 @@ class PartitionStep:
 
     @cached_property
     def program(self) -> Program:
-        """Return this rank's operations in a step of the partition, computations and collectives, in order."""
+        """Return this rank's operations in a step, computations and collectives, in order."""
         is_staged = self.exchange.staging is not None
         return program_of(self.plan, name_of(self.exchange.dtype), is_staged, self.newton_schulz)
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of everything that decides the partition's collectives and the bits of its results.
+        """Return a hash of everything that the partition's collectives and the bits of its results depend on.
 
-        It must be equal on all ranks that share the partition.
+        Ranks that share the partition must have equal hashes.
         """
         wire, travels = name_of(self.exchange.dtype), self.plan.travels(self.exchange.staging is not None)
         how = self.newton_schulz.dtype, self.newton_schulz.device_type
@@ -148,7 +142,7 @@ class PartitionStep:
 
     @cached_property
     def calls(self) -> list[list[Call]]:
-        """Return, for each bucket of the plan, its :class:`Call` objects: what to update together."""
+        """Return a list of :class:`Call` objects for each bucket of the plan: which runs are updated together."""
         return [[self._call(bucket, runs) for runs in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
 
     def warm_up(self) -> None:
@@ -177,15 +171,14 @@ class PartitionStep:
     ) -> frozenset[str]:
         """Make one step: update the partition's weights and optimizer states in place.
 
+        Return the names of the matrices that were not updated, because their gradient is zero on all ranks.
+
         Args:
             group: the parameter group, with its tensors and this step's learning rate, momentum and weight decay.
             states: tensor -> its optimizer state.
-            phase: function that returns, for a phase's name such as ``prepare``, a context manager. The phase runs
-                within it.
+            phase: function of a phase's name, such as ``prepare``, that returns a context manager for the phase to run
+                in.
             stats: measures the step for the monitor; ``None``: nothing is measured.
-
-        Returns:
-            Names of the matrices that were not updated, because their gradient is zero on all ranks.
         """
         self._group, self._states, self._stats = group, states, stats
         self._momentum, self._nesterov = group["momentum"], group["nesterov"]
@@ -202,10 +195,7 @@ class PartitionStep:
     # ---- on the shard: which matrices have a gradient -----------------------------------------------------
 
     def look(self, operation: Look) -> None:
-        """Find the matrices of the partition whose gradient is zero on all ranks. This step does not update them.
-
-        ``operation``: the planned operation, with the collective to use.
-        """
+        """Find the matrices that this step will not update, because their gradient is zero on all ranks."""
         self._absent = self.gradients.without_gradient(self._group["params"], operation)
         if self._stats is not None:
             # All ranks that share the plan count the same matrices, and their counts are added up.
@@ -214,11 +204,10 @@ class PartitionStep:
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
     def prepare(self, buffers: BucketBuffers) -> None:
-        """Update this rank's part of the momentum of a bucket's matrices, and write Newton-Schulz's input.
+        """Update the momentum of this rank's part of a bucket, and write the input of Newton-Schulz to ``buffers``.
 
-        The input, called look-ahead, has the dtype of the exchange. With the gradient g and the updated momentum m, it
-        is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m. ``buffers``: the bucket's buffers, which get the
-        input.
+        With the gradient g and the updated momentum m, the input is ``g + momentum * (m - g)`` if Nesterov is on,
+        otherwise m. Its dtype is that of the exchange.
         """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
@@ -241,8 +230,7 @@ class PartitionStep:
     def _advance_spans(self, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
         """Update the momentum of all runs of a :class:`Call`, and write their input of Newton-Schulz to ``targets``.
 
-        ``average``, ``grad``: momentum and gradient of the call's tensor. ``targets``: the call's buffer. All three are
-        1-D.
+        ``average``, ``grad``: momentum and gradient of the call's tensor. All three tensors are 1-D.
         """
         if self.multi_run_kernels is not None:
             self.multi_run_kernels.advance(average, grad, targets, call.tiles, self._momentum, self._nesterov)
@@ -252,10 +240,9 @@ class PartitionStep:
             self.elementwise.advance(average[shard], grad[shard], target, self._momentum, self._nesterov, self._work)
 
     def _advance(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Update the momentum of one run (:class:`ShardRun`), and write its input of Newton-Schulz to ``target``.
+        """Update the momentum of one run (:class:`ShardRun`), and write its input of Newton-Schulz to ``target``, 1-D.
 
-        A run is a piece of a matrix that this rank holds. ``tensor``, ``grad``: the tensor that contains the run, and
-        its gradient. ``target``: the run's part of a buffer, 1-D.
+        ``tensor``, ``grad``: the tensor that contains the run, and its gradient.
         """
         if self._is_int8:
             self._advance_in_int8(tensor, grad, run, target)
@@ -277,10 +264,10 @@ class PartitionStep:
     # the look-ahead from the old codes, and the codes are updated after the last bucket.
 
     def _advance_in_int8(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Write the input of Newton-Schulz for a run with int8 momentum to ``target``.
+        """Write a run's input of Newton-Schulz to ``target``, for int8 momentum. The arguments are those of
+        :meth:`_advance`.
 
-        If the run is everything that this rank holds of the parameter, also update its momentum. Otherwise
-        :meth:`_advance_rest` does so after the last bucket. The arguments are those of :meth:`_advance`.
+        The momentum is updated, too, if the run is all that this rank holds of its parameter.
         """
         state, copy = self._states[tensor], run.copy
         fragment, codes, absmax, skipped = self.blocks[tensor].fragment_at(state, copy.start, copy.extent)
@@ -298,21 +285,16 @@ class PartitionStep:
     def _advance_codes(
         self, state: State, fragment: Fragment, codes: Tensor, absmax: Tensor, grad: Tensor, target: Tensor | None
     ) -> None:
-        """Update the int8 momentum of one :class:`Fragment`, the part of a parameter that a tensor holds.
+        """Update the int8 ``codes`` and their ``absmax`` in place. They are the momentum of one :class:`Fragment`.
 
-        Args:
-            state: the optimizer state of the fragment's tensor.
-            fragment: the fragment.
-            codes: the fragment's int8 codes; updated in place.
-            absmax: the largest magnitude of each of its quantization blocks; updated in place.
-            grad: the fragment's gradient, 1-D.
-            target: the buffer to which Newton-Schulz's input is written, 1-D; ``None``: only the momentum is updated.
+        ``state``: the optimizer state of the fragment's tensor. ``grad``: the fragment's gradient, 1-D. ``target``:
+        receives the input of Newton-Schulz, 1-D; ``None``: only the momentum is updated.
         """
         key, momentum, nesterov = key_of(fragment.name, int(state["step"])), self._momentum, self._nesterov
         self.elementwise.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, fragment.first, self._work)
 
     def _advance_rest(self) -> None:
-        """Update all int8 momenta of the partition that :meth:`prepare` has not updated. Call it after the last bucket.
+        """Update, after the last bucket, the int8 momenta that :meth:`prepare` has not updated.
 
         The momenta of matrices without a gradient do not change.
         """
@@ -340,12 +322,10 @@ class PartitionStep:
                 self._advance_codes(state, fragment, codes, absmax, gradient, None)
 
     def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[ShardRun]) -> Tensor:
-        """Return a copy of a fragment's gradient, 1-D, in which the momentum of ``runs`` replaces their gradient.
+        """Return a copy of a fragment's gradient, 1-D, with the gradient of ``runs`` replaced by their momentum.
 
-        Updated with this copy, the momentum of these runs keeps its value, because an update averages momentum and
-        gradient. Their int8 codes may change if they share a quantization block with a matrix that changes.
-        ``position``: index of the fragment's first element in ``tensor``. ``runs``: pieces of matrices that have no
-        gradient.
+        ``runs``: parts of matrices without a gradient. An update with this copy leaves their momentum as it is.
+        ``position``: index of the fragment's first element in ``tensor``.
         """
         grad, state = grad.clone(), self._states[tensor]
         for run in runs:
@@ -359,10 +339,9 @@ class PartitionStep:
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize the matrices of a bucket in place. Matrices of equal shape run as one batch.
+        """Orthogonalize the matrices of a bucket that this rank owns, in place, a batch of equal shapes at a time.
 
-        ``buffers``: the bucket's buffers, which contain the matrices. ``calls``: the planned collectives of matrices
-        with several owners, in order.
+        ``calls``: the planned collectives of matrices with several owners, in order.
         """
         how, rules, stats = self.newton_schulz, self.rules, self._stats
         for batch in buffers.bucket.batches:
@@ -395,10 +374,9 @@ class PartitionStep:
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Update this rank's part of the weights of a bucket's matrices, from the orthogonalized results.
+        """Update the weights of this rank's part of a bucket from the orthogonalized results in ``buffers``.
 
-        The weights decay, and learning rate x scale x result is subtracted. ``buffers``: the bucket's buffers, which
-        contain the results.
+        The weights decay, and learning rate x scale x result is subtracted.
         """
         if self._stats is not None:
             cautious = self.config.cautious_weight_decay
@@ -420,7 +398,7 @@ class PartitionStep:
     def _apply_spans(self, call: Call, weights: Tensor, results: Tensor) -> None:
         """Update the weights of all runs of a :class:`Call` from the orthogonalized ``results``.
 
-        ``weights``: the call's tensor. ``results``: the call's buffer. Both are 1-D.
+        ``weights``: the tensor of the call. Both tensors are 1-D.
         """
         if self.multi_run_kernels is not None:
             cautious = self.config.cautious_weight_decay
@@ -434,11 +412,11 @@ class PartitionStep:
         self.elementwise.apply_(weights, update, self._lr, call.scale, self._decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice, ``weights[slice]``), for the caller to update the second in place, until all weights are done.
+        """Yield (slice, ``weights[slice]``) pairs that cover the 1-D ``weights``. The caller updates the second in
+        place.
 
-        bf16 weights are yielded in chunks as fp32 copies, and then rounded back stochastically, because rounding to
-        nearest would lose updates below 2^-9 of a weight. Others are yielded in one slice and not copied. ``weights``:
-        those of ``run``, 1-D. ``step``: number of the step, which seeds the rounding.
+        bf16 weights are yielded as fp32 copies and then rounded back stochastically. Rounding to nearest would lose
+        updates below 2^-9 of a weight. ``step``: number of the step, which seeds the rounding.
         """
         if weights.dtype != torch.bfloat16:
             yield slice(None), weights
@@ -451,27 +429,24 @@ class PartitionStep:
     # ---- runs of a call -----------------------------------------------------------------------------------
 
     def _is_one_pass(self, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
-        """Return whether the runs of a :class:`Call` can be updated span by span, without a look at each run.
+        """Return whether the runs of a :class:`Call` can be updated span by span, without looking at each run.
 
-        All matrices of the runs must have a gradient. And ``tensor``, the weights or their momentum, must not be bf16,
-        because stochastic rounding of an element depends on its place in the matrix.
+        Every matrix needs a gradient. ``tensor``, which holds weights or momentum, must not be bf16.
         """
+        # Stochastic rounding of a bf16 element depends on its place in the matrix.
         if not call.spans or tensor.dtype == torch.bfloat16:
             return False
         return not self._absent or not any(bucket.runs[index].matrix in self._absent for index in call.runs)
 
     def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
-        """Yield (run, its part of the bucket's buffer, 1-D) for each run of a :class:`Call` that has a gradient."""
+        """Yield (run, its view of the bucket's buffer, 1-D) for each run of a :class:`Call` that has a gradient."""
         for index in call.runs:
             run = buffers.bucket.runs[index]
             if run.matrix not in self._absent:
                 yield run, buffers.slice_of(index)
 
     def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield (parameter name, weights, orthogonalized result, scale) for each run that :meth:`apply` will update.
-
-        Weights and result are 1-D.
-        """
+        """Yield (parameter, weights, result of Newton-Schulz, scale) of each run that :meth:`apply` will update."""
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is not None:
