@@ -15,7 +15,7 @@ from deepspeed.muon.plan.placement import PlacedBlock
 
 #: (owner, matrix or slice) pairs.
 OwnedBlocks = list[tuple[int, PlacedBlock]]
-#: (rows, columns) of a matrix -> the factor of its update.
+#: (rows, columns) of a matrix -> the factor that multiplies its update.
 Scale = Callable[[int, int], float]
 #: Maximum elements of a span that joins several runs: the temporaries of PyTorch's operations are as large as the span.
 MAX_SPAN = 2**16
@@ -23,14 +23,10 @@ Part = TypeVar("Part")
 
 
 class Segment(NamedTuple):
-    """Adjacent elements that one copy moves between host memory and an accelerator under CPU offload.
+    """One copy of adjacent elements between a bucket's host memory and the accelerator, under CPU offload.
 
-    Args:
-        host: index of the first element in the bucket's host memory.
-        device: index of the first element on the accelerator: in the bucket's matrices if ``in_place``, otherwise in
-            the bucket's send buffer.
-        numel: number of elements.
-        in_place: whether the elements go to the matrices without passing through the send buffer.
+    ``host``: index of the first element in the bucket's host memory. ``device``: its index on the accelerator, in the
+    bucket's matrices if ``in_place``, otherwise in the bucket's send buffer. ``numel``: number of elements.
     """
 
     host: int
@@ -40,12 +36,10 @@ class Segment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements that one elementwise operation updates: one :class:`ShardRun`, or several that are adjacent.
+    """Adjacent elements that one elementwise operation updates: those of one :class:`ShardRun`, or of several.
 
-    Args:
-        start: index of the first element in the shard's tensor.
-        at: index of the first element in the bucket's buffer.
-        numel: number of elements, which are contiguous in both tensors.
+    ``start``: index of the first element in the tensor that contains this rank's shard. ``at``: its index in the
+    bucket's matrices, send buffer or host memory (see :meth:`Bucket.spans`). ``numel``: number of elements.
     """
 
     start: int
@@ -54,17 +48,11 @@ class Span(NamedTuple):
 
 
 class GridCopy(NamedTuple):
-    """The indices of a copy between two flat tensors: strided rows in one, consecutive elements in the other.
+    """A copy of ``rows`` rows of ``cols`` elements each between two flat tensors.
 
-    Args:
-        at: index of the first element in the tensor with consecutive elements.
-        start: index of the first element in the tensor with strided rows.
-        rows: number of rows.
-        cols: number of elements in each row.
-        pitch: distance from the start of one row to the start of the next.
-        times: how often the whole copy is repeated, at other indices.
-        at_step: what each repetition adds to ``at``.
-        start_step: what each repetition adds to ``start``.
+    In one tensor the rows follow each other without gaps, from index ``at``. In the other they begin ``pitch`` elements
+    apart, from index ``start``. If ``times`` > 1, more such copies follow: copy i, counted from 0, has the first
+    indices ``at + i * at_step`` and ``start + i * start_step``.
     """
 
     at: int
@@ -78,33 +66,28 @@ class GridCopy(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements that are copied, repetitions included."""
+        """Return the number of elements in all ``times`` repetitions of the copy."""
         return self.times * self.rows * self.cols
 
     @property
     def extent(self) -> int:
-        """Return the distance from the first element to the end of the last row in the tensor with strided rows.
-
-        Gaps between rows count; repetitions do not.
-        """
+        """Return the length of one copy in the tensor where its rows are spaced: all rows and the gaps between them."""
         return (self.rows - 1) * self.pitch + self.cols
 
 
 class ShardRun(NamedTuple):
-    """A part of one block that this rank's shard holds: either consecutive elements or equally spaced rows.
+    """A part of one matrix that this rank's shard holds: consecutive elements, or equally spaced rows.
 
-    The block is a matrix to orthogonalize or, if several ranks own that matrix, one owner's slice of it.
+    If several ranks own the matrix, the run is a part of one owner's slice.
 
     Args:
-        parameter: name of the parameter that the elements belong to.
-        matrix: name of the whole matrix that the elements belong to.
-        tensor: index of the tensor, in the parameter group, that holds the elements.
+        parameter: name of the parameter that contains the matrix.
+        matrix: name of the whole matrix.
+        tensor: index of the tensor, in the parameter group, that contains the elements.
         copy: the copy from that tensor to the bucket's matrices if ``in_place``, otherwise to the bucket's send buffer.
-        in_place: whether the elements are written directly into the bucket's matrices. This needs a block that this
-            rank owns, and elements that are contiguous in the block. All other elements go through the send buffer.
+        in_place: whether the elements skip the send buffer. Only elements of a matrix that this rank owns can.
         shape: (rows, columns) of the whole matrix.
-        draws: (name, index) that selects the random number of the first element in stochastic rounding. If the elements
-            are contiguous in the block, each gets the same number whichever rank holds it.
+        draws: (name, index): a sequence of random numbers for stochastic rounding, and the run's first number in it.
     """
 
     parameter: str
@@ -118,18 +101,15 @@ class ShardRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape that this rank orthogonalizes together; they are adjacent in the bucket.
-
-    If several ranks own each matrix, the batch has this rank's slice of each.
+    """Matrices of one shape that this rank orthogonalizes together; its slices of them if they have several owners.
 
     Args:
-        start: index of the first matrix or slice in the bucket's matrices, in elements.
-        rows: rows of each matrix or slice.
-        cols: columns of each matrix or slice.
-        axis: axis of a matrix that its outputs are along: 0 rows, 1 columns.
+        start: index of the batch's first element in the bucket's matrices; its matrices follow each other.
+        rows, cols: shape of each matrix or slice.
+        axis: axis of a matrix that indexes its outputs (output features): 0 rows, 1 columns.
         names: name of each matrix or slice.
         shape: (rows, columns) of each whole matrix.
-        owners: how many ranks own each matrix; every one of them has one slice.
+        owners: number of ranks that own each matrix, with one slice each.
     """
 
     start: int
@@ -142,28 +122,25 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """Return the number of matrices, or of slices, in the batch."""
+        """Return the number of matrices or slices in the batch."""
         return len(self.names)
 
     @property
     def gram_axis(self) -> int:
-        """Return the shorter axis of the whole matrices: 0 rows, 1 columns.
-
-        The Gram matrix has the length of that axis.
-        """
+        """Return the shorter axis of a whole matrix, whose length is that of the Gram matrix: 0 rows, 1 columns."""
         return int(self.shape[0] > self.shape[1])
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The matrices that all ranks exchange at the same time, as one rank sees them.
+    """The matrices that all ranks exchange at the same time, as one rank sees them. All counts are in elements.
 
-    ``runs`` are the parts of these matrices in this rank's shard. The "bucket's matrices" are one flat tensor with the
-    matrices, or slices, that this rank owns. Positions and counts are in elements.
+    ``runs``: the parts of these matrices in this rank's shard. ``batches``: the matrices, or slices of matrices, that
+    this rank owns. "The bucket's matrices" are one flat tensor that contains them.
 
-    If every rank holds the matrices whole (ZeRO stage 0), there are two kinds of buckets. The first kind has this
-    rank's own matrices, and sends nothing. The second kind, ``only_results``, sends the results of such a bucket from
-    their owners to all ranks.
+    At ZeRO stage 0, where every rank holds all matrices whole, there are two kinds of buckets. In the first kind, each
+    rank orthogonalizes the matrices that it owns, and nothing is sent. In the second kind (``only_results``), which
+    follows, the owners send the results to all ranks.
     """
 
     runs: tuple[ShardRun, ...]
@@ -171,7 +148,7 @@ class Bucket:
     #: Copies between the receive buffer, which is ordered by source rank and then as that rank sent, and the matrices.
     #: Each is one kernel launch, so parts of equal matrices, and equal parts from several ranks, are merged.
     received: tuple[GridCopy, ...]
-    #: By rank, elements sent to it and received from it on the way to the owners.
+    #: For each rank, elements sent to it and received from it on the way to the owners.
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     #: Elements of the matrices that this rank owns.
@@ -180,17 +157,18 @@ class Bucket:
     travels: bool
     #: Names of all matrices in the bucket, whoever owns them.
     names: tuple[str, ...]
-    #: Whether only results travel, from each owner to all ranks. ``send_counts`` are then, by rank, the elements of the
-    #: results that other owners send.
+    #: Whether the owners only send results to all ranks. ``send_counts`` has then, for each other owner, the elements
+    #: that it sends.
     only_results: bool = False
     #: With ``only_results``: elements that this rank sends to all others, from the matrices of an earlier bucket.
     own_results: int = 0
 
     @cached_property
     def direct_receive_start(self) -> int | None:
-        """Return the index in the bucket's matrices at which the all-to-all can write what this rank receives.
+        """Return the index in the bucket's matrices from which the all-to-all can write into them directly.
 
-        ``None`` if the received elements are not in the order of the matrices, so that a receive buffer is needed.
+        ``None`` if the bucket needs a receive buffer, because elements arrive in another order than that of the
+        matrices.
         """
         first = self.received[0].start if self.received else 0
         is_direct = all(
@@ -206,11 +184,8 @@ class Bucket:
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
-        """Return, for each :class:`ShardRun` of the bucket, the index of its first element in host memory.
-
-        CPU offload has one flat tensor in host memory for each bucket. Runs that are ``in_place`` come first in that
-        tensor, then the others in the order of the send buffer.
-        """
+        """Return, for each of the bucket's ``runs``, its first index in the bucket's host memory (CPU offload)."""
+        # Runs in place come first, then the others in the order of the send buffer.
         places, end = [], 0
         in_place = sum(run.copy.numel for run in self.runs if run.in_place)
         for run in self.runs:
@@ -220,22 +195,17 @@ class Bucket:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Return the copies between the bucket's host memory and the accelerator under CPU offload.
-
-        They are in the order of host memory. Elements that are adjacent on both sides share one copy.
-        """
+        """Return the copies between the bucket's host memory and the accelerator (CPU offload), sorted by ``host``."""
         places = sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0))
         parts = (Segment(host, run.copy.at, run.copy.numel, run.in_place) for host, run in places)
         return tuple(_merged(parts, _continued))
 
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
-        """Return the bucket's :class:`ShardRun` objects in groups that one call updates, momentum and weights.
+        """Group the bucket's ``runs`` such that one call can update the momentum, or the weights, of a whole group.
 
-        Each group is a tuple of indices into ``runs``; example: ``[(0, 2), (1,)]``. Runs of consecutive elements form a
-        group if they have the same tensor, the same ``in_place`` and the same factor. Any other run is a group of its
-        own.
-
-        ``scale``: (rows, columns) of a matrix -> the factor of its update.
+        Return tuples of indices into ``runs``; example: ``[(0, 2), (1,)]``. Runs of consecutive elements are in one
+        group if they have the same ``tensor``, ``in_place`` and scale. A run of spaced rows is a group by itself.
+        ``scale``: (rows, columns) of a matrix -> the factor that multiplies its update.
         """
         groups: dict[tuple, list[int]] = {}
         for index, run in enumerate(self.runs):
@@ -244,16 +214,11 @@ class Bucket:
         return [tuple(group) for group in groups.values()]
 
     def spans(self, runs: Iterable[int], staged: bool) -> list[Span]:
-        """Return the elements of one group of runs as spans. Adjacent runs share a span.
+        """Return the elements of one group of runs (see :meth:`run_groups`) as :class:`Span` objects.
 
-        Args:
-            runs: indices into ``runs`` of the bucket: a group from :meth:`run_groups`.
-            staged: whether ``Span.at`` is an index in the bucket's host memory (CPU offload); otherwise it is one in
-                the bucket's matrices or send buffer.
-
-        Returns:
-            The spans, each of at most :data:`MAX_SPAN` elements unless one run is longer. An empty list if the run
-            consists of strided rows, which no span can describe.
+        Adjacent runs share a span of at most :data:`MAX_SPAN` elements. The list is empty if the group is a run of
+        spaced rows. ``runs``: the group's indices into ``Bucket.runs``. ``staged``: whether ``Span.at`` is an index in
+        the bucket's host memory (CPU offload); otherwise it is one in the bucket's matrices or send buffer.
         """
         copies = [(index, self.runs[index].copy) for index in runs]
         if any(copy.rows > 1 for _, copy in copies):
@@ -263,7 +228,7 @@ class Bucket:
 
     @cached_property
     def host_elements(self) -> int:
-        """Return how many elements the bucket's host memory has (CPU offload): all those in this rank's shard."""
+        """Return the number of elements of the bucket's host memory under CPU offload."""
         return sum(segment.numel for segment in self.segments)
 
     @cached_property
@@ -277,10 +242,9 @@ class Bucket:
 
 
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
-    """Return a bucket as ``rank`` sees it, if the ranks hold shards of the matrices.
+    """Return one bucket as ``rank`` sees it, if each rank holds a shard of the matrices (ZeRO stages 1 to 3).
 
-    The bucket has a run for every part of ``items`` in this rank's shard, and a batch for the items that ``rank`` owns.
-    ``items``: the (owner, matrix or slice) pairs of all ranks in this bucket.
+    ``items``: all (owner, matrix or slice) pairs of the bucket, whoever the owner is.
     """
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
@@ -320,14 +284,10 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 
 
 def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: bool) -> Bucket:
-    """Return a bucket as ``rank`` sees it, if every rank holds every matrix whole (ZeRO stage 0).
+    """Return one bucket as ``rank`` sees it, if every rank holds every matrix whole (ZeRO stage 0).
 
-    Args:
-        items: the (owner, matrix or slice) pairs of all ranks in this bucket.
-        rank: the rank that uses the bucket.
-        world_size: number of ranks that share the partition.
-        only_results: if true, the bucket receives the results of all other owners; otherwise it has the matrices that
-            ``rank`` owns.
+    ``items``: all (owner, matrix or slice) pairs of the bucket, whoever the owner is. ``only_results``: which of the
+    two kinds of buckets (see :class:`Bucket`) to return.
     """
     taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
     numel, sent, runs = 0, [0] * world_size, []
@@ -351,10 +311,7 @@ def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: 
 
 
 def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
-    """Return the :class:`ShardRun` of one piece of a matrix or slice.
-
-    ``at``: index of the piece's first element in the bucket's matrices if ``in_place``, otherwise in its send buffer.
-    """
+    """Return the :class:`ShardRun` for one piece; ``at``: where it begins in the bucket's matrices or send buffer."""
     shard, name = item.shard, item.name
     return ShardRun(
         parameter=shard.spec.name,
@@ -363,17 +320,18 @@ def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
         copy=GridCopy(at, shard.placement.position(piece.element), piece.rows, piece.cols, piece.stride),
         in_place=in_place,
         shape=item.shape,
+        # Elements that are contiguous in the block get the same random numbers, whichever rank holds them.
         draws=(name, piece.at) if piece.is_contiguous else (f"{name}@{piece.at}", 0),
     )
 
 
 def sends_own_part(item: PlacedBlock, rank: int) -> bool:
-    """Return whether ``rank`` also sends itself the part that it holds of a matrix that it owns.
+    """Return whether ``rank`` also sends its own part of a matrix to itself, to save the larger receive buffer.
 
-    Call this only if ``item`` is the only matrix that ``rank`` owns in the bucket. All parts then arrive in the order
-    of the matrix, so no receive buffer is needed. The own part takes room in the send buffer instead. That saves memory
-    if the own part is less than half of the matrix, and neither its first nor its last part.
+    ``item``: the matrix. It must be the only one that ``rank`` owns in the bucket.
     """
+    # All parts then arrive in the order of the matrix, so that no receive buffer is needed. That saves memory if the
+    # own part, which takes room in the send buffer, is less than half of the matrix, and neither first nor last in it.
     at, is_between = 0, False
     for source in item.spread.holders:
         first = at
@@ -386,10 +344,9 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 
 
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
-    """Yield the copies from a bucket's receive buffer into its matrices.
+    """Yield the copies from a bucket's receive buffer into its matrices, merged where possible.
 
-    Adjacent or equally spaced copies are merged. ``incoming``: for each source rank, pairs (index of the matrix in the
-    bucket's matrices, piece of that matrix).
+    ``incoming``: for each source rank, what it sends: (index of a matrix in the bucket's matrices, piece of it) pairs.
     """
     at, sources = 0, []
     for pieces in incoming:
@@ -408,10 +365,7 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Grid
 
 
 def _merged(parts: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:
-    """Return ``parts`` with adjacent parts merged where possible.
-
-    ``merge``: takes two parts; returns the one part that replaces them, or ``None`` if they cannot be merged.
-    """
+    """Return ``parts`` with adjacent ones merged; ``merge`` returns ``None`` for two parts that it cannot merge."""
     result: list[Part] = []
     for part in parts:
         both = merge(result[-1], part) if result else None
@@ -432,7 +386,7 @@ def _one_span(first: Span, second: Span) -> Span | None:
 
 
 def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Merge two copies of single rows; return ``None`` unless the rows are adjacent in both tensors."""
+    """Merge two copies of single rows that are adjacent in both tensors; return ``None`` for any other copies."""
     are_rows = first.rows == second.rows == first.times == 1
     if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
         cols = first.cols + second.cols
@@ -441,10 +395,7 @@ def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Merge two copies that are adjacent in the receive buffer into a copy of one row or of equally spaced rows.
-
-    Return ``None`` if the rows of the two copies are not equally long and equally spaced in the bucket's matrices.
-    """
+    """Merge ``second`` into ``first`` as its next spaced rows or adjacent elements; return ``None`` if impossible."""
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):
@@ -453,10 +404,7 @@ def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Merge two copies of equally many, equally long rows; return ``None`` if that is impossible.
-
-    It is possible if the two are adjacent rows, or if ``second`` is the next repetition of ``first``.
-    """
+    """Merge ``second`` into ``first`` as its next repetition or as adjacent elements; return ``None`` if impossible."""
     at, start = second.at - first.at, second.start - first.start
     steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
     alike = (first.rows, first.cols, first.pitch) == (second.rows, second.cols, second.pitch)
@@ -467,10 +415,7 @@ def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
-    """Yield a :class:`Batch` for each sequence of items with equal :func:`batch_key`.
-
-    ``items``: the matrices or slices that one rank owns in a bucket, sorted by :func:`batch_key`.
-    """
+    """Yield the batches of ``items``: the matrices or slices of one owner in a bucket, sorted by :func:`batch_key`."""
     start = 0
     for _, group in groupby(items, key=batch_key):
         alike = list(group)

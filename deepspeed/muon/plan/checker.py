@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove, without running them, that the programs of all ranks cannot hang or overwrite a buffer in use.
 
-The rules are stricter than NCCL, which is stricter than gloo: the collectives of all ranks, on all process groups, must
-merge into one order. Then they end whatever the speed of each rank, even if a device runs one collective at a time, so
-that each collective blocks all that its rank calls later.
+The collectives of all ranks, on all process groups, must merge into one order, which is stricter than NCCL. Then they
+end whatever the speed of each rank, even if a device runs one collective at a time.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ COMMON = ("kind", "dtype", "numel", "root")
 
 
 def violation(programs: Sequence[Program]) -> str | None:
-    """Return why the programs of all ranks could hang or overwrite a buffer in use; ``None`` if they cannot.
+    """Return a text that says how the ranks could hang or overwrite a buffer in use; ``None`` if they cannot.
 
-    The text names the rank and the operation. ``programs``: for each rank that shares a partition, its operations in a
-    step, from :func:`deepspeed.muon.plan.program.program_of`.
+    ``programs``: the operations of each rank of a partition (:func:`deepspeed.muon.plan.program.program_of`).
     """
     for rank, program in enumerate(programs):
         for text in _broken_order(program):
@@ -44,10 +42,9 @@ def violation(programs: Sequence[Program]) -> str | None:
 
 
 def lost_elements(views: Sequence[Plan]) -> str | None:
-    """Return a text that names a matrix or bucket in which the plan loses elements; ``None`` if it loses none.
+    """Return a text that names a matrix or bucket whose elements do not all reach its owners; ``None`` if all do.
 
-    The check counts: the runs of all ranks must have as many elements as each matrix, and all of them must reach the
-    matrix's owners. ``views``: the :class:`deepspeed.muon.plan.plan.Plan` of each rank.
+    The check counts elements. ``views``: the :class:`deepspeed.muon.plan.plan.Plan` of each rank.
     """
     found = Counter[str]()
     for view in views:
@@ -66,9 +63,9 @@ def lost_elements(views: Sequence[Plan]) -> str | None:
 
 
 def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
-    """Return a text that says why the collectives of all ranks cannot be merged into one order; ``None`` if they can.
+    """Return a text that says where the ranks' collectives would hang or differ; ``None`` if they would not.
 
-    ``calls``: for each rank, the collectives that it calls, in order. Every rank of a collective's group must call it.
+    ``calls``: for each rank, all collectives that it calls, in order.
     """
     done, come = [0] * len(calls), dict[Group, list[int]]()
     arriving = list(range(len(calls)))
@@ -93,10 +90,7 @@ def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
 
 
 def _mismatch(calls: Sequence[Collective]) -> str | None:
-    """Return a text that says how the ranks' calls of one collective differ; ``None`` if they match.
-
-    ``calls``: the call of each rank of the collective's group.
-    """
+    """Return a text that says how the ranks' calls of one collective differ; ``None`` if they match."""
     first, ranks = calls[0], calls[0].group.ranks
     for rank, call in zip(ranks, calls, strict=True):
         if any(getattr(call, name) != getattr(first, name) for name in COMMON) or bool(call.sent) != bool(first.sent):
@@ -115,9 +109,7 @@ def _mismatch(calls: Sequence[Collective]) -> str | None:
 def _waiting_ranks(calls: Sequence[Sequence[Collective]], done: Sequence[int]) -> str | None:
     """Return a text that says which rank waits for which other rank; ``None`` if all calls have ended.
 
-    Args:
-        calls: for each rank, the collectives that it calls, in order.
-        done: for each rank, how many of its calls have ended.
+    ``calls``: for each rank, all collectives that it calls. ``done``: for each rank, how many of them have ended.
     """
     rank = next((rank for rank, count in enumerate(done) if count < len(calls[rank])), None)
     texts, seen = list[str](), set[int]()
@@ -138,10 +130,7 @@ LIFE = (Open, Prepare, (Send, False), (Wait, False), Compute, (Send, True), (Wai
 
 
 def _broken_order(program: Program) -> Iterator[str]:
-    """Yield a text for each operation that one rank's program has too early, too late or not at all.
-
-    ``program``: the rank's operations in a step, from :func:`deepspeed.muon.plan.program.program_of`.
-    """
+    """Yield a text for each operation that one rank's program has too early, too late or not at all."""
     done: dict[int, int] = {}
     opened: dict[int, Open] = {}
     users: dict[int, int] = {}  # the last bucket of each storage

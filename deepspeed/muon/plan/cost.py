@@ -21,12 +21,9 @@ CPU_CALL, ACCELERATOR_CALL = 5e7, 8e9
 
 
 class OwnerCost(NamedTuple):
-    """The work of each owner of one matrix in a step.
+    """What each owner of a matrix does in a step: Newton-Schulz, and collectives with the other owners.
 
-    Args:
-        flops: floating-point operations of Newton-Schulz.
-        nbytes: bytes that the owner sends to the other owners of the matrix.
-        calls: number of collectives among the owners.
+    ``flops``: floating-point operations. ``nbytes``: bytes that an owner sends. ``calls``: number of collectives.
     """
 
     flops: float
@@ -36,12 +33,12 @@ class OwnerCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of Newton-Schulz and of communication, both in floating-point operations.
+    """The cost of Newton-Schulz and of communication. Both are counted in floating-point operations.
 
-    Communication is expressed as the operations that the device could do in the same time.
+    The cost of communication is the number of operations that the device could do in the same time.
 
     Args:
-        of_owner: (rows, columns, number of owners) of a whole matrix -> the work of each owner.
+        of_owner: (rows, columns, number of owners) of a matrix -> what each owner does.
         flops_per_byte: operations that take as long as sending one byte.
         bytes_per_element: bytes of each element that is sent to an owner or back.
         device_type: where Newton-Schulz runs, such as ``cpu``.
@@ -55,24 +52,21 @@ class CostModel:
     intra_node: int = 1
 
     def flops(self, rows: int, cols: int) -> float:
-        """Return the floating-point operations of orthogonalizing one (rows, cols) matrix on a single owner."""
+        """Return the floating-point operations of Newton-Schulz on one (rows, cols) matrix with a single owner."""
         return self.of_owner(rows, cols, 1).flops
 
     def total_flops(self, shapes: Iterable[tuple[int, int]]) -> float:
-        """Return the floating-point operations of orthogonalizing all matrices of ``shapes``, each on a single owner.
-
-        ``shapes``: (rows, columns) of each matrix.
-        """
+        """Return the floating-point operations of Newton-Schulz on matrices of all ``shapes``, each (rows, columns)."""
         return sum(self.flops(rows, cols) for rows, cols in shapes)
 
     def bytes_as_flops(self, elements: int) -> float:
-        """Return the floating-point operations that take as long as sending ``elements`` to an owner and back."""
+        """Return the cost of sending ``elements`` elements to an owner and back, in floating-point operations."""
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
     def owner_cost(self, rows: int, cols: int, owners: int) -> float:
-        """Return what a (rows, cols) matrix costs each of its ``owners``, in floating-point operations.
+        """Return the cost of a (rows, cols) matrix for each of its owners, in floating-point operations.
 
-        The time that the owners need to send each other data is included, converted to operations.
+        It includes the communication with the other owners. ``owners``: number of owners.
         """
         part, is_cpu = self.of_owner(rows, cols, owners), self.device_type == "cpu"
         intra_node = CPU_INTRA_NODE if is_cpu else ACCELERATOR_INTRA_NODE
@@ -81,7 +75,7 @@ class CostModel:
 
     @property
     def latency_as_flops(self) -> float:
-        """Return the floating-point operations that take as long as the latency of one collective."""
+        """Return the cost of the latency of one collective, in floating-point operations."""
         return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
 
 
@@ -95,12 +89,9 @@ def cost_model(
 ) -> CostModel:
     """Return the cost model of one parameter group.
 
-    Args:
-        method: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
-        schedule: the coefficients of Newton-Schulz, one triple for each step.
-        dtype: dtype of the matrix products, which decides how often the method ``gram`` restarts.
-        wire_bytes: bytes of each element that is sent to an owner or back.
-        device_type, intra_node: see :class:`CostModel`.
+    ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``. ``schedule``: its
+    coefficients, one triple for each step. ``dtype``: dtype of the matrix products, such as ``bf16``. ``wire_bytes``:
+    bytes of each element that is sent to an owner or back. ``device_type``, ``intra_node``: see :class:`CostModel`.
     """
 
     @functools.cache

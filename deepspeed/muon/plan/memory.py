@@ -28,12 +28,7 @@ SUM_ELEMENTS = 2**22
 class BatchSize(NamedTuple):
     """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch` without its names; many ranks can share one object.
 
-    Args:
-        rows: rows of each matrix, or of each slice if several ranks own a matrix.
-        cols: columns of each matrix or slice.
-        shape: (rows, columns) of each whole matrix.
-        owners: how many ranks own each matrix.
-        number: number of matrices.
+    ``number``: number of matrices or slices. The other fields are those of the batch.
     """
 
     rows: int
@@ -48,8 +43,8 @@ class Demand(NamedTuple):
 
     Args:
         buffers: elements of the bucket's matrices, send buffer and receive buffer together.
-        longest_run: elements of the longest part of a matrix that the rank's shard holds.
-        longest_grid: elements of the longest such part that is not contiguous in the shard, and so must be copied.
+        longest_run: elements of the largest part of a matrix in the rank's shard.
+        longest_grid: elements of the largest such part that is not contiguous in the shard; 0 if there is none.
         batches: the matrices that the rank orthogonalizes.
     """
 
@@ -65,8 +60,7 @@ class Memory:
 
     Args:
         wire: dtype of what the ranks exchange, ``bf16`` or ``fp32``.
-        dtype: dtype of the matrix products, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`. If it is not
-            ``wire``, Newton-Schulz works on a converted copy.
+        dtype: dtype of the matrix products, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`.
         device_type: where Newton-Schulz runs, such as ``cpu``.
         staged: whether shards are in host memory while Newton-Schulz runs on an accelerator (CPU offload).
         plain: whether all kernels are plain PyTorch, whose 16-bit products need temporaries in fp32.
@@ -87,9 +81,7 @@ class Memory:
 class Peak(NamedTuple):
     """The peak of a step's scratch memory on the device that runs Newton-Schulz, in bytes.
 
-    Args:
-        exchange: bytes of the buckets' buffers, and of copies of shards.
-        newton_schulz: bytes of the temporaries of Newton-Schulz.
+    ``exchange``: the buffers of buckets, and copies of shards. ``newton_schulz``: the temporaries of Newton-Schulz.
     """
 
     exchange: int
@@ -105,11 +97,8 @@ class Peak(NamedTuple):
 class PartitionDemand:
     """What decides the scratch memory that one rank needs for one partition.
 
-    Args:
-        buckets: the :class:`Demand` of each bucket.
-        storages: for each bucket, the index of the memory that it uses. Buckets with the same index use the same
-            memory.
-        method: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
+    ``buckets``: the :class:`Demand` of each bucket. ``storages``: for each bucket, the index of its memory; buckets
+    with the same index share it. ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
     """
 
     buckets: Sequence[Demand]
@@ -137,10 +126,7 @@ def peak(parts: Iterable[PartitionDemand], memory: Memory) -> Peak:
 
 
 def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
-    """Return {name: bytes} for the temporaries of Newton-Schulz on one batch.
-
-    A batch is orthogonalized a few matrices at a time; the temporaries are those of one such group.
-    """
+    """Return {name: bytes} for the temporaries of Newton-Schulz on one batch."""
     numel, small, itemsize = batch.rows * batch.cols, min(batch.shape), DTYPES[memory.dtype].itemsize
     on_cpu = memory.device_type == "cpu"
     sizes = {"spare": numel * itemsize}
@@ -163,11 +149,7 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
 def _owner_scratch(small: int, owners: int, together: int, dtype: str) -> dict[str, int]:
     """Return {name: bytes} for the scratch memory that Newton-Schulz needs only if a matrix has several owners.
 
-    Args:
-        small: length of the Gram matrix.
-        owners: number of owners of each matrix.
-        together: number of matrices that are orthogonalized at once.
-        dtype: dtype of the matrix products.
+    ``small``: rows of the Gram matrix. ``together``: number of matrices that are orthogonalized at once.
     """
     sizes = {} if dtype == "fp32" else {"sum": 4 * min(together * small * small, SUM_ELEMENTS)}
     if owners >= SPLIT_FROM:
@@ -182,10 +164,10 @@ def _owner_scratch(small: int, owners: int, together: int, dtype: str) -> dict[s
 def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
     """Return the :class:`Demand` of each rank for each bucket in a step, as lists ``[rank][bucket]``.
 
-    The demand is exact for an owner with one matrix in a bucket. With several matrices it includes a receive buffer,
-    even if the bucket turns out to need none. The time for a bucket is O(matrices + ranks x distinct layouts of
-    matrices).
+    A demand may be too large: if an owner has several matrices in a bucket, it includes a receive buffer, even if the
+    bucket needs none.
     """
+    # Time for each bucket: O(matrices + ranks x distinct layouts of matrices).
     by_bucket = []
     for matrices, only_results in plan.buckets:
         demands = _gathered if plan.copies == 1 else _results if only_results else _local
@@ -202,18 +184,12 @@ def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return the :class:`Demand` of each rank for a stage-0 bucket in which each owner orthogonalizes its matrices.
-
-    ``matrices``: the (owner, matrix or slice) pairs of the bucket.
-    """
+    """Return each rank's :class:`Demand` for a stage-0 bucket in which each owner orthogonalizes its matrices."""
     return [_whole(own, _sizes(own)) for own in _by_owner(matrices, world_size)]
 
 
 def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return the :class:`Demand` of each rank for a stage-0 bucket that sends results from their owners to all ranks.
-
-    ``part``: the (owner, matrix or slice) pairs of the bucket.
-    """
+    """Return each rank's :class:`Demand` for a stage-0 bucket that sends results from their owners to all ranks."""
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
         numels[owner] += item.block.numel
@@ -247,14 +223,9 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
 def _exchange_sizes(
     owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return three lists with one number of elements for each rank: (buffers, longest part, longest strided part).
+    """Return (buffers, longest_run, longest_grid) of :class:`Demand`, each as a list with one number for each rank.
 
-    ``buffers``: size of the send and receive buffers together. The other two are sizes of parts of a matrix in the
-    rank's shard: the longest of all, and the longest that is not contiguous (0 if there is none).
-
-    Args:
-        owned: for each rank, the matrices that it owns in the bucket.
-        matrices: the (owner, matrix or slice) pairs of the bucket.
+    ``buffers`` are the send and receive buffers only. ``owned``: for each rank, the matrices that it owns.
     """
     sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
     # Matrices that are spread alike are counted at once: at stage 3 all matrices of one shape are.

@@ -61,7 +61,7 @@ def count_ranks_per_node(nodes: Sequence[Any]) -> int:
 
 
 def is_sliceable(block: Block, count: int) -> bool:
-    """Return whether a matrix can be cut into ``count`` equal slices, and its Gram matrix into ``count`` row groups.
+    """Return whether ``count`` ranks can own one matrix together; ``count`` must divide its rows and its columns.
 
     A matrix with more rows than columns is cut by rows. It must then have one band: its rows must be equally spaced in
     the parameter (see :class:`deepspeed.muon.matrices.block.Block`).
@@ -71,10 +71,7 @@ def is_sliceable(block: Block, count: int) -> bool:
 
 
 def sliced(item: PlacedBlock, count: int) -> Iterator[PlacedBlock]:
-    """Yield ``count`` equal slices of a matrix, cut along its longer side, one for each owner.
-
-    If ``count`` is 1, yield the matrix itself.
-    """
+    """Yield ``count`` equal slices of a matrix, cut along its longer side; the matrix itself if ``count`` is 1."""
     if count == 1:
         yield item
         return
@@ -89,25 +86,22 @@ def choose_owner_counts(
 ) -> list[int]:
     """Choose how many ranks own each matrix; return one number for each of ``items``.
 
-    Matrices of one shape get the same number, except that a matrix that cannot be sliced gets 1. Most matrices get 1. A
-    matrix gets several owners for one of two reasons:
+    Most matrices get 1. Matrices of one shape get the same number, except those that cannot be sliced, which get 1. A
+    matrix gets more than one owner for one of two reasons:
 
-    Balance: the matrix costs clearly more than an even share of all work. It gets the fewest owners whose cost is at
-    most an even share. If no number achieves that, it gets the number with the least cost. It keeps one owner if
-    slicing saves too little.
-
-    Memory, on an accelerator only: the temporaries of the matrix are large. It gets the fewest owners that make them
-    small, if at least that many ranks hold parts of the matrix. With fewer holders, one of them would need more memory
-    to send its part than slicing saves.
+    - Balance: it costs clearly more than an even share of all work. It gets just enough owners to bring the cost of
+      each to an even share or, if that is impossible, the number with the least cost. If slicing saves too little, it
+      keeps one.
+    - Memory, on an accelerator: its temporaries are large. It gets just enough owners to make them small, if at least
+      that many ranks hold parts of it.
 
     Args:
-        items: the matrices.
+        items: all matrices of the partition.
         world_size: number of ranks that share the partition.
-        cost: weighs Newton-Schulz against communication.
+        cost: the cost model of the parameter group.
         saved_counts: :func:`deepspeed.muon.math.choice.shape_key` of a matrix -> number of owners read from a
             checkpoint, which takes precedence. A number that is not possible with ``world_size`` ranks is ignored.
-        most: if not ``None``, every matrix that can be sliced gets this many owners, or the largest possible number
-            below.
+        most: if not ``None``, the number of owners of each matrix that can be sliced, rounded down to a possible one.
     """
     if world_size == 1 or most == 1:
         return [1] * len(items)
@@ -154,7 +148,7 @@ def _for_memory(rows: int, cols: int, allowed: Sequence[int], holders: int, cost
         return cost.bytes_per_element * (3 * rows * cols // count + grams * min(rows, cols) ** 2)
 
     small = next((count for count in allowed if nbytes(count) <= MAX_WHOLE_BYTES), allowed[-1])
-    # With fewer holders, one of them would need more memory to send its part than slices save.
+    # With fewer holders, one of them would need more memory to send its part than slicing saves.
     return small if cost.device_type != "cpu" and small <= holders else 1
 
 
@@ -166,18 +160,16 @@ def assign_owners(
 ) -> tuple[list[int], list[float]]:
     """Choose which rank owns each matrix, so that all ranks finish at about the same time.
 
-    Matrices with several owners come first. Each goes to the consecutive ranks that would finish it first.
-
-    The other matrices follow in descending order of cost (longest processing time first, Graham 1969). Each goes to the
-    rank that would finish it first, among the ranks that hold a part of it. The cost includes receiving the elements
-    that the rank lacks, except as many as even the best-placed rank lacks. At the end, some of these matrices move from
-    the busiest rank to the least loaded rank, while that shortens the step.
+    Matrices with several owners come first: each goes to the consecutive ranks that would finish it first. The others
+    follow in descending order of cost (longest processing time first, Graham 1969). Each goes to the rank that would
+    finish it first, among those that hold a part of it. Its cost includes receiving the elements that the rank lacks.
+    At the end, some matrices move from the busiest rank to the least loaded rank.
 
     ``counts``: for each matrix, its number of owners.
 
     Returns:
-        (owners, loads). ``owners``: for each matrix, its owner, or the first one if it has several. ``loads``: for each
-        rank, the cost of all its matrices, in floating-point operations.
+        (owners, loads). ``owners``: for each matrix, its owner, or the first of its consecutive owners. ``loads``: for
+        each rank, the cost of all its matrices, in floating-point operations.
     """
     loads = _Loads(world_size)
     weights = [cost.flops(item.block.rows, item.block.cols) for item in items]
@@ -207,18 +199,7 @@ def _assign_to_sets(
     owners: list[int],
     loads: _Loads,
 ) -> None:
-    """Assign the matrices that have ``count`` owners; update ``owners`` and ``loads`` in place.
-
-    The most expensive matrix comes first. Each matrix goes to ``count`` consecutive ranks.
-
-    Args:
-        count: number of owners of the matrices to assign.
-        items: all matrices.
-        counts: for each of ``items``, its number of owners.
-        cost: the cost model of the parameter group.
-        owners: for each of ``items``, its first owner.
-        loads: the load of each rank.
-    """
+    """Assign each matrix with ``count`` owners to ``count`` consecutive ranks; update ``owners`` and ``loads``."""
     costs = {index: cost.owner_cost(*items[index].shape, count) for index, n in enumerate(counts) if n == count}
     sets = [(max(loads.values[first : first + count]), first) for first in range(0, len(loads.values), count)]
     heapq.heapify(sets)
@@ -232,13 +213,8 @@ def _assign_to_sets(
 def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]) -> dict[int, int]:
     """Return {rank: number of the matrix's elements that it lacks} for the ranks that may own the matrix.
 
-    The ranks are those that hold a part of the matrix. If they are many, only four are returned: the first, a middle
-    one, the last, and ``least`` if it is among them. All except the first and the last hold equal parts.
-
-    Args:
-        item: the matrix.
-        least: the rank with the least load of all ranks.
-        few: cache that this function fills: how a matrix is spread -> the result without ``least``.
+    These are the ranks that hold a part of it or, if they are many, up to four of them. ``least``: the rank with the
+    least load of all ranks. ``few``: a cache that this function fills.
     """
     spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]
@@ -246,21 +222,19 @@ def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]
         ranks = holders if len(holders) <= MAX_CANDIDATES else (holders[0], middle, holders[-1])
         few[spread] = {rank: item.block.numel - spread.held_elements(rank) for rank in ranks}
     missing = few[spread]
+    # All holders except the first and the last hold equal parts.
     if least in holders and least not in missing:
         return missing | {least: missing[middle]}
     return missing
 
 
 class _Loads:
-    """The load of each rank, in floating-point operations, and the matrices that each rank owns.
-
-    The least and the most loaded rank are found quickly, with two heaps. The heaps also have outdated entries, which
-    are dropped when they reach the top. The matrices of a rank are sorted by their load, lightest first.
-    """
+    """The load of each rank, in floating-point operations, and the matrices that each rank owns."""
 
     def __init__(self, world_size: int) -> None:
         self.values = [0.0] * world_size
-        self.owned: list[list[tuple[float, int]]] = [[] for _ in range(world_size)]
+        self.owned: list[list[tuple[float, int]]] = [[] for _ in range(world_size)]  # (load, matrix), lightest first
+        # Heaps of the least and the most loaded ranks. Outdated entries are dropped when they reach the top.
         self._low = [(0.0, rank) for rank in range(world_size)]
         self._high: list[tuple[float, int]] | None = None  # built on first use: only `_rebalance` needs it
 
@@ -291,19 +265,14 @@ class _Loads:
 def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -> None:
     """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
 
-    Each move takes a matrix whose cost on the busiest rank is about half the gap between the two loads.
-
-    Args:
-        moved_costs: for each matrix, its cost on a rank that holds none of its elements. A move adds it to the new
-            owner's load.
-        owners: for each matrix, the rank that orthogonalizes it; updated in place.
-        loads: the load of each rank; updated in place.
+    ``owners`` and ``loads`` are updated. ``moved_costs``: for each matrix, its cost on a rank that holds no part of it.
     """
     for _ in range(len(moved_costs)):
         busiest, least = loads.busiest(), loads.least()
         owned, gap = loads.owned[busiest], loads.values[busiest] - loads.values[least]
         if not owned:
             return
+        # The heaviest matrix of at most half the gap; if there is none, the lightest of all.
         position = max(0, bisect.bisect_right(owned, (gap / 2, len(moved_costs))) - 1)
         load, index = owned[position]
         # Moving it would make the least loaded rank at least as busy as the busiest one is now.

@@ -21,14 +21,12 @@ class Placement:
     Element e is in part k = ``(origin + e) // span``, which is on rank ``first + k * step``. Its index in the flat
     tensor of that rank is ``base + (origin + e) % span``.
 
-    - ZeRO stages 1 and 2 split a flattened parameter group. ``origin``: offset of the parameter in the flat group.
-      ``span``: size of one rank's partition. ``base``: 0.
-    - Stage 3 splits each parameter. ``origin``: 0. ``span``: size of one rank's part of the parameter. ``base``: offset
-      of that part in the rank's flat tensor.
-    - Stage 0 splits nothing. ``origin``, ``base``: 0. ``span``: size of the parameter. ``copies``: how many ranks hold
-      the whole parameter.
-    - With tensor parallelism over T ranks, tensor-parallel rank t has a parameter of its own, with ``first`` t and
-      ``step`` T.
+    - ZeRO stages 1 and 2 split a flattened parameter group. ``origin``: offset of the parameter in the group. ``span``:
+      size of one rank's partition. ``base``: 0.
+    - Stage 3 splits each parameter. ``origin``: 0. ``span``: size of one rank's part of it. ``base``: offset of that
+      part in the rank's flat tensor.
+    - Stage 0 splits nothing. ``origin``, ``base``: 0. ``span``: size of the parameter. ``copies``: number of ranks.
+    - With T tensor-parallel ranks, rank t of them has a parameter of its own. ``first``: t. ``step``: T.
     """
 
     origin: int
@@ -46,9 +44,9 @@ class Placement:
         return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
 
     def held_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
-        """Return (first, end) such that ``rank`` holds the parameter's elements from ``first`` to ``end - 1``.
+        """Return (first, end): of elements ``start`` to ``stop - 1``, ``rank`` holds ``first`` to ``end - 1``.
 
-        Only elements from ``start`` to ``stop - 1`` count. If ``first >= end``, the rank holds none of them.
+        If ``first >= end``, it holds none of them.
         """
         if self.copies > 1:
             return start, stop
@@ -89,17 +87,15 @@ class Shard:
 
     @cached_property
     def items(self) -> tuple[PlacedBlock, ...]:
-        """Return the matrices to orthogonalize in this parameter: one for each block of the parameter's ``spec``."""
+        """Return the matrices to orthogonalize in this parameter."""
         return tuple(PlacedBlock(self, block) for block in self.spec.blocks)
 
 
 class Rectangle(NamedTuple):
     """A rectangle of a matrix, all of it inside the parameter of one tensor-parallel rank.
 
-    Args:
-        block: the rectangle's indices in that rank's parameter.
-        at: index of the rectangle's first element in the whole matrix.
-        placement: which ranks hold the elements of that parameter.
+    ``block``: the rectangle's indices in that parameter. ``at``: index of its first element in the whole matrix.
+    ``placement``: which ranks hold the elements of that parameter.
     """
 
     block: Block
@@ -110,13 +106,9 @@ class Rectangle(NamedTuple):
 class Spread:
     """Which ranks hold which elements of one matrix. All matrices that are spread in the same way share one object.
 
-    If tensor-parallel ranks hold copies of a matrix, they have the same rectangles. The owner reads any one of the
-    copies, and sends its result to all of them, so the copies stay equal bit by bit.
-
-    Args:
-        parts: the rectangles of the matrix. Without tensor parallelism there is one; otherwise each tensor-parallel
-            rank has one or more.
-        cols: columns of the matrix.
+    ``parts``: the rectangles that form the matrix: a single one without tensor parallelism, otherwise at least one for
+    each tensor-parallel rank. If these ranks hold copies of the matrix, their rectangles are the same: the owner reads
+    one copy, and sends its result to all. ``cols``: columns of the matrix.
     """
 
     def __init__(self, parts: tuple[Rectangle, ...], cols: int) -> None:
@@ -129,7 +121,7 @@ class Spread:
 
     @cached_property
     def text(self) -> str:
-        """Return a text that is equal for equal spreads; it is part of :attr:`GlobalPlan.digest`."""
+        """Return a text that is equal for equal spreads, by which ranks compare their plans."""
         blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
         return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
 
@@ -140,10 +132,7 @@ class Spread:
         return self._held[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the parts of the matrix that ``rank`` holds; empty if it holds none.
-
-        Each part is contiguous in the matrix, or a set of equally spaced rows.
-        """
+        """Return the parts of the matrix that ``rank`` holds, as rectangles of elements; empty if it holds none."""
         if rank not in self._pieces:
             self._pieces[rank] = self._cut(rank)
         return self._pieces[rank]
@@ -164,10 +153,8 @@ class Spread:
 def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
     """Return which ranks hold which elements of a block.
 
-    Args:
-        block: the matrix, by its indices in the whole parameter.
-        sharding: how tensor parallelism splits the parameter; ``None`` if it does not.
-        rules: the :attr:`Placement.rule` of each tensor-parallel rank's parameter.
+    ``sharding``: how tensor parallelism splits the parameter; ``None`` if it does not. ``rules``: the
+    :attr:`Placement.rule` of each tensor-parallel rank's parameter.
     """
     parts = []
     for t, (origin, span, copies, first, step) in enumerate(rules):
@@ -181,10 +168,8 @@ def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int
 class PlacedBlock:
     """One matrix to orthogonalize, or one owner's slice of it, and where its elements are.
 
-    Args:
-        shard: the parameter that the matrix belongs to.
-        block: the indices of the matrix or slice in that parameter.
-        whole: if ``block`` is a slice, the matrix that it is a slice of; otherwise ``None``.
+    ``shard``: the parameter that contains it. ``block``: its indices in that parameter. ``whole``: the whole matrix, if
+    ``block`` is a slice; otherwise ``None``.
     """
 
     shard: Shard
@@ -193,15 +178,15 @@ class PlacedBlock:
 
     @property
     def name(self) -> str:
-        """Return the name of the matrix or slice: its parameter's name and the index of its first element.
+        """Return the name of the matrix or slice, such as ``qkv.weight[4096]``.
 
-        Example: ``qkv.weight[4096]``. The index is left out if it is 0.
+        The number is the index of its first element in the parameter; it is left out if it is 0.
         """
         return self._named(self.block)
 
     @property
     def matrix(self) -> str:
-        """Return the name of the whole matrix, which is the same for all slices of the matrix."""
+        """Return the name of the whole matrix, which is the same for all of its slices."""
         return self._named(self.whole or self.block)
 
     def _named(self, block: Block) -> str:
@@ -215,17 +200,17 @@ class PlacedBlock:
 
     @property
     def owners(self) -> int:
-        """Return how many ranks own the whole matrix; each of them owns one slice."""
+        """Return how many ranks own the matrix, with one slice each."""
         return self.whole.numel // self.block.numel if self.whole else 1
 
     @property
     def axis(self) -> int:
-        """Return the axis of the matrix that its outputs are along: 0 rows, 1 columns; 0 if unknown."""
+        """Return the axis of the matrix that indexes its outputs (output features): 0 rows, 1 columns; 0 if unknown."""
         return self.shard.spec.output_axis or 0
 
     @property
     def outputs(self) -> int:
-        """Return the number of outputs of the whole matrix: its length along :attr:`axis`."""
+        """Return the number of outputs (output features) of the whole matrix."""
         return self.shape[self.axis]
 
     @cached_property

@@ -31,10 +31,7 @@ MIN_BUCKET_BYTES, MIN_ROUNDS = 2**20, 8
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector within a ``with`` block.
-
-    Planning creates many long-lived objects, which the collector would scan again and again.
-    """
+    """Pause Python's garbage collector within a ``with`` block, because it makes planning slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -50,18 +47,16 @@ class GlobalPlan:
 
     Args:
         shards: the partition's Muon parameters, in the same order on all ranks.
-        items: all matrices of the shards.
+        items: the matrices of these parameters.
         world_size: number of ranks that share the partition.
         copies: how many ranks hold every matrix whole (ZeRO stage 0); 1 if ranks hold shards.
-        owners: for each matrix, the rank that owns it, or the first such rank if there are several.
-        counts: for each matrix, how many ranks own it.
+        owners: for each matrix, its owner, or the first of its consecutive owners.
+        counts: for each matrix, its number of owners.
         loads: for each rank, the cost of the matrices that it owns, in floating-point operations.
         owned: (owner, matrix) pairs; (owner, slice) pairs for a matrix with several owners.
-        rounds: ``owned``, split into lists. No owner has more than ``limit`` elements in one list, except one matrix
-            that is larger by itself.
-        limit: maximum number of elements of one owner in one bucket.
-        is_tight: whether a matrix is larger than ``limit`` on an accelerator. Memory is scarce then, so fewer buckets
-            are in use at the same time.
+        rounds: the pairs of ``owned`` in lists, one for each round; see :func:`cut_into_rounds`.
+        limit: maximum number of elements of one owner in a round, unless one matrix is larger.
+        is_tight: whether memory is scarce, because a matrix on an accelerator is larger than ``limit``.
     """
 
     shards: tuple[Shard, ...]
@@ -90,36 +85,33 @@ class GlobalPlan:
     def gradient_flag_count(self) -> int:
         """Return how many flags the ranks exchange in a step to learn which matrices have a gradient.
 
-        There is one flag for each matrix. The result is 0 if every rank holds every matrix whole, because all ranks
-        then have the same gradients.
+        There is one flag for each matrix. There is none if every rank holds every matrix whole: all ranks then have the
+        same gradients.
         """
         is_cut = any(len(item.spread.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len({item.matrix for item in self.items}) if self.world_size > 1 and is_cut else 0
 
     @cached_property
     def moved_elements(self) -> int:
-        """Return the number of elements of all matrices (or slices) whose owner holds no part of them in its shard."""
+        """Return how many elements are in matrices (or slices) whose owner holds no part of them in its shard."""
         return sum(item.block.numel for owner, item in self.owned if owner not in item.spread.holders)
 
     @property
     def set_sizes(self) -> list[int]:
-        """Return the distinct numbers of owners of the matrices with several owners, ascending; example: ``[2, 4]``."""
+        """Return the different numbers of owners that matrices have, ascending and without 1; example: ``[2, 4]``."""
         return sorted({*self.counts} - {1})
 
     @property
     def broadcasts(self) -> int:
-        """Return how many broadcasts a step takes at stage 0.
-
-        Each owner broadcasts its results once in each round.
-        """
+        """Return how many broadcasts a step takes at stage 0: one for each owner in each of the plan's rounds."""
         return sum(len({owner for owner, _ in owned}) for owned in self.rounds)
 
     @cached_property
     def buckets(self) -> list[tuple[OwnedBlocks, bool]]:
         """Return (owned, only_results) of each bucket, in the order of the step.
 
-        ``owned``: the bucket's (owner, matrix or slice) pairs. ``only_results``: whether the bucket only sends results,
-        which an earlier bucket has computed, from their owners to all ranks (ZeRO stage 0).
+        ``owned``: the bucket's (owner, matrix or slice) pairs. ``only_results``: whether the bucket sends the results
+        of an earlier bucket from their owners to all ranks (ZeRO stage 0).
         """
         if self.copies == 1:
             return [(owned, False) for owned in self.rounds]
@@ -131,39 +123,35 @@ class GlobalPlan:
 
     @property
     def exchanges(self) -> int:
-        """Return how many buckets of a step are sent between ranks.
-
-        These are all buckets or, if every rank holds the matrices whole, only the buckets of results.
-        """
+        """Return how many buckets of a step are sent between ranks: all or, at stage 0, only the buckets of results."""
         return sum(only_results for _, only_results in self.buckets) or len(self.buckets)
 
     def slots(self, travels: bool) -> int:
-        """Return how many buckets may be in use at the same time: 1, 2 or 3.
+        """Return how many buckets may be in use at the same time.
 
-        With 3, one bucket is sent to the owners while another is orthogonalized and a third is sent back. With 2, only
-        one transfer overlaps with computation: at stage 0, where nothing is sent to the owners, and in a tight plan, to
-        save memory. ``travels``: the result of :meth:`Plan.travels`; if false, the buckets are processed one by one.
+        3: one bucket is sent to the owners while another is orthogonalized and a third is sent back. 2: at stage 0,
+        where nothing is sent to the owners, and if memory is scarce (``is_tight``). 1: if ``travels``, the result of
+        :meth:`Plan.travels`, is false.
         """
         if not travels:
             return 1
         return 2 if self.copies > 1 or self.is_tight else 3
 
     def storages(self, travels: bool) -> list[int]:
-        """Return for each bucket the index of the memory that it uses. Buckets with one index use it one after another.
-
-        At stage 0, buckets of owned matrices alternate between indices 0 and 1, and buckets of results between 2 and 3.
-        All results of a round are sent before the memory of the round's matrices is used again.
+        """Return for each bucket the index of its memory. Buckets with the same index use it one after another.
 
         ``travels``: the result of :meth:`Plan.travels`.
         """
         if self.copies == 1:
             slots = self.slots(travels)
             return [index % slots for index in range(len(self.buckets))]
+        # Buckets of owned matrices alternate between 0 and 1, buckets of results between 2 and 3. All results of a
+        # round are sent before the memory of the round's matrices is used again.
         turns = count(), count()
         return [2 * of_results + next(turns[of_results]) % 2 for _, of_results in self.buckets]
 
     def view(self, rank: int) -> Plan:
-        """Return the part of the plan that ``rank`` needs for its steps."""
+        """Return the buckets of the plan as ``rank`` sees them."""
         if self.copies == 1:
             return Plan(self, rank, tuple(bucket_of(owned, rank, self.world_size) for owned in self.rounds))
         pairs = self.buckets
@@ -172,13 +160,7 @@ class GlobalPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets of one partition as one rank sees them.
-
-    Args:
-        of_all: the plan of all ranks.
-        rank: the rank that this plan is for.
-        buckets: the rank's part of each bucket.
-    """
+    """All buckets of one partition as ``rank`` sees them. ``of_all``: the plan of all ranks."""
 
     of_all: GlobalPlan
     rank: int
@@ -186,13 +168,13 @@ class Plan:
 
     @property
     def sent_elements(self) -> int:
-        """Return how many elements this rank sends to other ranks in one step: to the owners, and back from them."""
+        """Return how many elements this rank sends in one step: matrix parts to owners, and results to other ranks."""
         copied = sum(bucket.own_results for bucket in self.buckets) * (self.of_all.world_size - 1)
         moved = [counts for b in self.buckets if not b.only_results for counts in (b.send_counts, b.receive_counts)]
         return copied + sum(sum(counts) - counts[self.rank] for counts in moved)
 
     def travels(self, staged: bool) -> bool:
-        """Return whether a step moves any matrix between ranks, or between host memory and the accelerator.
+        """Return whether a step moves matrices between ranks, or between host memory and the accelerator.
 
         ``staged``: whether shards are in host memory while Newton-Schulz runs on an accelerator (CPU offload).
         """
@@ -212,15 +194,13 @@ def plan_partition(
 ) -> GlobalPlan:
     """Plan one partition for all of its ranks, and choose how many owners each matrix has.
 
+    At stage 0, if sharing the work is not faster, return a plan for a single rank: every rank carries it out for all
+    matrices, without communication. This never happens if a checkpoint or ``most_owners`` asks for several owners.
+
     Args:
         shards, world_size, cost, bucket_bytes: see :func:`global_plan`.
-        saved_counts: see :func:`deepspeed.muon.plan.owners.choose_owner_counts`; ``None``: none saved.
+        saved_counts: as in :func:`deepspeed.muon.plan.owners.choose_owner_counts`; ``None`` if none are saved.
         most_owners: ``most`` of :func:`deepspeed.muon.plan.owners.choose_owner_counts`.
-
-    Returns:
-        The plan. At stage 0 it may be a plan for a single rank, which every rank carries out for all matrices without
-        communication. That is the case if sharing the work is not faster, unless a checkpoint or ``most_owners`` has
-        asked for several owners.
     """
     items, saved_counts = [item for shard in shards for item in shard.items], saved_counts or {}
     counts = choose_owner_counts(items, world_size, cost, saved_counts, most_owners)
@@ -234,15 +214,12 @@ def plan_partition(
 
 
 def is_worth_sharing(plan: GlobalPlan, cost: CostModel) -> bool:
-    """Return whether a step at stage 0 is faster if the ranks share the matrices instead of each computing all.
-
-    With sharing, a step costs the operations of the busiest owner, the bytes of the results that a rank receives, and
-    the latency of the broadcasts. Without sharing, a step costs the operations of all matrices.
-    """
+    """Return whether a step at stage 0 is faster if the ranks share the matrices instead of each computing all."""
     numel = sum(item.block.numel for item in plan.items)
     received = numel * cost.bytes_per_element * (plan.world_size - 1) / plan.world_size
     # Without sharing, all ranks do all matrices at the same time.
     unshared = cost.total_flops(item.shape for item in plan.items)
+    # With sharing, a step takes the busiest owner's work, receiving results, and the latency of the broadcasts.
     return max(plan.loads) + cost.flops_per_byte * received + cost.latency_as_flops * plan.broadcasts < unshared
 
 
@@ -253,14 +230,13 @@ def global_plan(
     bucket_bytes: int | None = None,
     counts: Sequence[int] = (),
 ) -> GlobalPlan:
-    """Plan one partition for all of its ranks, with given numbers of owners.
+    """Plan one partition for all of its ranks, with a given number of owners for each matrix.
 
     Args:
         shards: the partition's Muon parameters, in the same order on all ranks.
         world_size: number of ranks that share the partition.
-        cost: weighs Newton-Schulz against communication.
-        bucket_bytes: maximum bytes of one owner's matrices in one bucket or, at stage 0, of all owners' matrices
-            together. ``None``: see :func:`bucket_limit`.
+        cost: the cost model of the parameter group.
+        bucket_bytes: see :func:`bucket_limit`.
         counts: for each matrix, its number of owners; if empty, every matrix has one.
     """
     items = [item for shard in shards for item in shard.items]
@@ -289,14 +265,13 @@ def global_plan(
 
 
 def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[OwnedBlocks]:
-    """Split ``owned`` into rounds in which each owner has at most ``limit`` elements, or one larger matrix.
+    """Split (owner, matrix or slice) pairs into rounds of at most ``limit`` elements, or one larger matrix, per owner.
 
-    The result is the same on all ranks. Matrices of equal shape are adjacent in it. Matrices with most owners come
-    first, so that all owners of a matrix have it in the same round, and in the same order as other matrices that they
-    share. Otherwise two owners could wait for each other in collectives of different matrices.
-
-    ``owned``: (owner, matrix or slice) pairs.
+    The ranks exchange the matrices of a round at the same time. A round is sorted by owner, then by :func:`batch_key`.
+    All owners of a matrix have it in the same round.
     """
+    # Matrices with most owners come first, so that two owners have all matrices that they share in the same order.
+    # Otherwise they could wait for each other in collectives of different matrices.
     rounds: list[OwnedBlocks] = []
     filled, chunk = [0] * world_size, [0] * world_size
     for pair in sorted(owned, key=lambda pair: (pair[0], *batch_key(pair[1]))):
@@ -313,10 +288,9 @@ def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[Own
 
 
 def split_round(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
-    """Yield parts of one round that have at most ``limit`` elements each. All matrices of an owner stay together.
+    """Split the (owner, matrix or slice) pairs of a round, sorted by owner, into parts of at most ``limit`` elements.
 
-    A single owner with more than ``limit`` elements is a part of its own. ``owned``: the (owner, matrix or slice) pairs
-    of the round, sorted by owner.
+    The matrices of one owner stay together, in a part of their own if they have more than ``limit`` elements.
     """
     part: OwnedBlocks = []
     filled = 0
@@ -338,11 +312,10 @@ def bucket_limit(
     Args:
         items: the matrices of the partition.
         world_size: number of ranks that share the partition.
-        copies: how many ranks hold every matrix whole (ZeRO stage 0); otherwise 1. These ranks divide the bytes of a
-            bucket among them, because each receives the results of all.
-        cost: tells the bytes of an element, and where Newton-Schulz runs.
-        bucket_bytes: maximum bytes of one bucket; ``None``: :data:`CPU_BUCKET_BYTES` or :data:`BUCKET_BYTES`, or less
-            if a partition on CPUs would have few buckets.
+        copies: as in :class:`GlobalPlan`. If it is above 1, ``bucket_bytes`` is the maximum of all owners together.
+        cost: gives the bytes of an element, and where Newton-Schulz runs.
+        bucket_bytes: maximum bytes of one owner's matrices in one bucket; ``None``: :data:`CPU_BUCKET_BYTES` or
+            :data:`BUCKET_BYTES`, or less if a partition on CPUs would have few buckets.
     """
     if bucket_bytes is None:
         bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES

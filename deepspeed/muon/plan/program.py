@@ -24,7 +24,7 @@ from deepspeed.muon.plan.plan import Plan
 
 
 class Group(NamedTuple):
-    """The ranks that call a collective. ``name`` tells apart two process groups that consist of the same ranks."""
+    """The ranks that call a collective. ``name`` distinguishes process groups that consist of the same ranks."""
 
     ranks: Sequence[int]
     name: str = ""
@@ -44,12 +44,9 @@ class Collective:
         kind: name of the collective, such as ``all_reduce``.
         group: the ranks that call the collective.
         dtype: dtype of the elements, such as ``fp32``.
-        numel: number of elements of the tensor that is reduced or broadcast, or that each rank contributes. It is equal
-            on all ranks.
-        root: index in the group of the rank that sends to all others or receives from them; ``None`` if there is no
-            such rank.
-        sent: in an all-to-all, the number of elements sent to each rank of the group; otherwise empty.
-        received: in an all-to-all, the number of elements received from each rank of the group; otherwise empty.
+        numel: number of elements that each rank contributes, or that the root sends; 0 in an all-to-all.
+        root: index in the group of the rank that sends to, or receives from, all others; ``None`` without such a rank.
+        sent, received: in an all-to-all, elements sent to and received from each rank of the group; otherwise empty.
         caller: the line of code that makes the call; empty if unknown.
     """
 
@@ -73,11 +70,9 @@ class Collective:
 class NewtonSchulz:
     """The settings of Newton-Schulz that decide what several owners of one matrix send to each other.
 
-    Args:
-        schedule: the coefficients, one triple for each step.
-        method: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
-        dtype: dtype of the matrix products, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`.
-        device_type: where Newton-Schulz runs, such as ``cpu``.
+    ``schedule``: the coefficients, one triple for each step. ``method``: (rows, columns) of a matrix -> method, such as
+    ``gram``. ``dtype``: dtype of the matrix products, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`.
+    ``device_type``: where Newton-Schulz runs, such as ``cpu``.
     """
 
     schedule: Schedule
@@ -93,7 +88,7 @@ class NewtonSchulz:
 class Look:
     """The first operation of a program, which finds the matrices whose gradient is missing or zero on all ranks.
 
-    ``collectives``: one all-reduce of a flag for each matrix; empty if each rank knows without asking the others.
+    ``collectives``: one all-reduce of a flag for each matrix; empty if no rank needs to ask the others.
     """
 
     collectives: tuple[Collective, ...]
@@ -103,11 +98,9 @@ class Look:
 class Open:
     """The operation that gives a bucket its memory.
 
-    Args:
-        bucket: index of the bucket.
-        storage: index of the memory, from :meth:`deepspeed.muon.plan.plan.GlobalPlan.storages`.
-        numel: number of elements that the bucket needs.
-        own: index of the bucket whose matrices are sent: the same bucket or, for a bucket of results, an earlier one.
+    ``storage``: index of the memory (:meth:`deepspeed.muon.plan.plan.GlobalPlan.storages`). ``numel``: number of
+    elements that the bucket needs. ``own``: index of the bucket whose matrices are sent: ``bucket`` itself or, if it
+    has only results, the earlier bucket that computes them.
     """
 
     bucket: int
@@ -125,10 +118,9 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Send:
-    """The operation that starts sending a bucket to the owners or, if ``back``, its results from the owners.
+    """The operation that starts sending a bucket to the owners or, if ``back``, the results back from the owners.
 
-    Under CPU offload it also starts the copies between host memory and the accelerator. ``collectives``: what it calls;
-    empty if no rank sends anything.
+    Under CPU offload it also starts copies between host and accelerator. ``collectives``: empty if no rank sends.
     """
 
     bucket: int
@@ -138,7 +130,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Wait:
-    """The operation that waits until the :class:`Send` of the same ``bucket`` and the same ``back`` has ended."""
+    """The operation that waits for the end of the :class:`Send` with the same ``bucket`` and ``back``."""
 
     bucket: int
     back: bool
@@ -148,8 +140,7 @@ class Wait:
 class Compute:
     """The operation that orthogonalizes the matrices that this rank owns in a bucket.
 
-    ``collectives``: what the rank calls meanwhile with other owners of these matrices; empty if no matrix has other
-    owners. Each collective ends before the next one starts.
+    ``collectives``: what this rank calls with other owners of these matrices, one after another; may be empty.
     """
 
     bucket: int
@@ -170,8 +161,8 @@ Program = tuple[Look | Operation, ...]
 def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz) -> Program:
     """Return the operations that one rank carries out for a partition in a step, in order.
 
-    With three buckets, all in use at the same time, a step has this form. A transfer that one line starts ends during
-    the next line::
+    A step with three buckets has this form if all three may be in use at the same time. A transfer that one line starts
+    ends during the next line::
 
         prepare 0, send 0
         prepare 1, send 1       compute 0, send 0 back
@@ -179,14 +170,8 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
                                 compute 2, send 2 back      apply 1
                                                             apply 2
 
-    If :attr:`GlobalPlan.is_tight` allows only two buckets, each line begins with its apply. At stage 0, where nothing
-    is sent to the owners, compute, send back and apply are one line earlier.
-
-    Args:
-        plan: the buckets as the rank sees them.
-        wire: dtype of what is sent to the owners and back.
-        staged: whether shards are copied between host memory and accelerator (CPU offload).
-        newton_schulz: the settings that decide what several owners of a matrix send to each other.
+    ``plan``: the buckets as the rank sees them. ``wire``: dtype of what is sent to the owners and back, such as
+    ``bf16``. ``staged``: whether shards are copied between host memory and accelerator (CPU offload).
     """
     everyone, flags = Group(range(plan.of_all.world_size)), plan.of_all.gradient_flag_count
     look = (Collective("all_reduce", everyone, "int32", flags),) if flags else ()
@@ -201,6 +186,7 @@ def collectives_of(program: Program) -> Iterator[Collective]:
 def _operations(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz) -> Iterator[Operation]:
     travels, count = plan.travels(staged), len(plan.buckets)
     slots, storages = plan.of_all.slots(travels), plan.of_all.storages(travels)
+    # At stage 0, where nothing is sent to the owners, compute and apply come a line earlier than in `program_of`.
     to_compute = int(slots > 1 and plan.of_all.copies == 1)
     to_apply = to_compute + int(slots > 1)
     applies_first = slots <= to_apply
@@ -232,14 +218,11 @@ def _apply(bucket: int, count: int) -> Iterator[Operation]:
 
 
 def _send_collectives(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tuple[Collective, ...]:
-    """Return the collectives that send a bucket to the owners or, if ``back``, its results from the owners.
-
-    Empty if no rank sends anything. At stage 0 each owner broadcasts its results: an all-gather would need results of
-    equal size, and gloo's copies them twice.
-    """
+    """Return the collectives of a :class:`Send`; empty if no rank sends anything."""
     if not bucket.travels or (bucket.only_results and not back):
         return ()
     group = Group(range(plan.of_all.world_size))
+    # Broadcasts: an all-gather would need results of equal size, and gloo's copies them twice.
     if bucket.only_results:
         numels = list(bucket.send_counts)
         numels[plan.rank] = bucket.own_results
@@ -254,10 +237,9 @@ def _send_collectives(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tupl
 
 
 def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Collective]:
-    """Yield the collectives that the owners of a batch's matrices call; nothing if each matrix has one owner.
+    """Yield the collectives that the owners of a batch's matrices call with each other; nothing if each has one owner.
 
-    :mod:`deepspeed.muon.exchange.owner_set` makes these calls and no others. ``rank``: any of the owners. ``how``: the
-    settings of Newton-Schulz.
+    :mod:`deepspeed.muon.exchange.owner_set` makes exactly these calls. ``rank``: any of the owners.
     """
     if batch.owners == 1:
         return
@@ -286,6 +268,6 @@ def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Colle
 
 
 def _part_sizes(total: int, most: int) -> Iterator[int]:
-    """Yield the sizes of the parts if ``total`` is split into parts of at most ``most``: ``(7, 3) -> 3, 3, 1``."""
+    """Yield the sizes of parts of at most ``most`` that ``total`` is split into; example: ``(7, 3) -> 3, 3, 1``."""
     for start in range(0, total, most):
         yield min(most, total - start)
