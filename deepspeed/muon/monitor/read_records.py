@@ -25,14 +25,14 @@ MAX_SEARCHED = 10_000
 
 
 class Records:
-    """The monitor's records of one training run. Each value has the form {number of samples: value}.
+    """The monitor's records of one training run. Each series of values is {number of training samples: value}.
 
     Args:
-        series: {name of a CSV file or a TensorBoard event: its values}.
+        series: {name of a CSV file or a TensorBoard event: its series}.
 
-    The attribute ``values`` contains, for example, ``loss`` and ``lr_muon``. ``layers`` is {measure: {layer: values}},
-    with layers in the order of the network. ``samples`` lists, sorted, the numbers of samples at which there are
-    records.
+    Attribute ``values`` is {name: series}, with names such as ``loss`` and ``lr_muon``; ``layers`` is {measure: {layer:
+    series}}, with layers in the order of the network. ``samples`` is the sorted list of the numbers of samples at which
+    there are records.
     """
 
     def __init__(self, series: Mapping[str, Values]) -> None:
@@ -55,15 +55,13 @@ class Records:
 
 
 def _natural_sort_key(name: str) -> list[str | int]:
-    """Return a sort key for a name that contains numbers: it puts ``layers.10`` after ``layers.9``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def read(folder: Path) -> Records:
     """Read the monitor's records in a folder, from its CSV files or, if it has none, from TensorBoard's events.
 
-    Raises:
-        RecordsError: the folder does not exist or has no records. The message names the nearest folder that has some.
+    Raise RecordsError if the folder does not exist or has no records.
     """
     if not folder.is_dir():
         raise RecordsError(f"{folder} is not a folder; {_suggestion(folder)}")
@@ -77,11 +75,8 @@ def read(folder: Path) -> Records:
 
 
 def _read_csv(file: Path) -> Values:
-    """Return {number of samples: value} from one CSV file.
-
-    Headers, which a resumed run repeats, are skipped. If there are several values for a number, the last one is taken.
-    """
-    with file.open(newline="") as lines:
+    """Return {number of training samples: value} from one CSV file."""
+    with file.open(newline="") as lines:  # a resumed run repeats the header
         return _last_values(row for row in csv.reader(lines) if len(row) == 2 and row[0].isdecimal())
 
 
@@ -99,20 +94,13 @@ def _read_events(folder: Path) -> dict[str, Values]:
 
 
 def _last_values(rows: Iterable[Iterable]) -> Values:
-    """Return {number of samples: value}, sorted, from (number of samples, value) pairs.
-
-    If there are several values for a number, the last one is taken. Infinities and NaN are left out.
-    """
+    """Return {number of samples: last value}, sorted, from (number, value) pairs; leave out NaN and infinities."""
     found = {int(samples): float(value) for samples, value in rows}
     return {samples: found[samples] for samples in sorted(found) if math.isfinite(found[samples])}
 
 
 def _suggestion(asked: Path) -> str:
-    """Return advice for a user who asked for the records in a folder that has none; it ends an error message.
-
-    It names the nearest folder with records, below ``asked`` or below its closest parent that exists. If there is none,
-    it says which folder is expected.
-    """
+    """Return the end of an error message: the nearest folder that has records, otherwise which folder is expected."""
     start = next(path for path in (asked, *asked.absolute().parents) if path.is_dir())
     folders = islice(os.walk(start), MAX_SEARCHED)
     prefixes = FILE_PREFIX, EVENTS_PREFIX

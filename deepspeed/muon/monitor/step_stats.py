@@ -41,7 +41,7 @@ _EXPERT = re.compile(r"(experts)\.\d+\.")
 
 @cache
 def label(parameter: str) -> str:
-    """Return the name under which the monitor records a parameter. All experts of a layer share one name.
+    """Return a parameter's name in the records. The experts of a layer share one name.
 
     ``mlp.experts.3.up`` -> ``mlp.experts.all.up``
     """
@@ -49,9 +49,10 @@ def label(parameter: str) -> str:
 
 
 class Sample(NamedTuple):
-    """The matrix whose singular values are measured for one record.
+    """The matrix whose singular values the monitor measures in one recorded step.
 
-    ``label``: :func:`label` of its parameter. ``matrix``: name of the matrix. Empty strings mean that none is measured.
+    ``label``: name of its parameter in the records, from :func:`label`. ``matrix``: name of the matrix; empty if this
+    pipeline stage has none to measure.
     """
 
     label: str = ""
@@ -59,10 +60,10 @@ class Sample(NamedTuple):
 
 
 class StepStats:
-    """What the monitor records about one step, as measured on one rank.
+    """One rank's measurements of one step: seconds of each phase, and sums from which the other values are computed.
 
-    Each value is a numerator divided by a denominator. A rank adds up both over the elements that it holds. Added up
-    over all ranks, they give the value of the whole parameter, however it is sharded.
+    Each of these values is a numerator divided by a denominator. Each rank sums up both for the elements that it holds.
+    The sums over all ranks then give the value of the whole parameter, however it is sharded.
 
     Args:
         synchronize: function that waits for the accelerator, so that its work is charged to the phase that started it.
@@ -78,7 +79,7 @@ class StepStats:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Return a context that adds the seconds spent in it, without those spent on measuring, to phase ``name``."""
+        """Return a context that adds its duration, without the time spent on measuring, to ``self.seconds[name]``."""
         started = self._now(name)
         try:
             yield
@@ -86,10 +87,7 @@ class StepStats:
             self.seconds[name] += self._now(name) - started
 
     def _now(self, name: str) -> float:
-        """Return the seconds on a clock that stops during measurements; for the phase ``record``, on the real clock.
-
-        ``name``: name of the phase.
-        """
+        # The clock of a phase does not advance during measurements, which are the phase ``record``.
         self._synchronize()
         return time.perf_counter() - (0.0 if name == RECORD else self.seconds[RECORD])
 
@@ -107,8 +105,8 @@ class StepStats:
     def after_newton_schulz(self, names: Sequence[str], matrices: Tensor) -> None:
         """Measure the orthogonality error of the :class:`Sample`'s matrix, if it is in a batch just orthogonalized.
 
-        Record it, together with the effective rank, unless the matrix has no gradient. ``names``: names of the batch's
-        matrices. ``matrices``: the batch, ``[batch, rows, cols]``.
+        Record it with the effective rank, unless the matrix has no gradient. Arguments: as in
+        :meth:`before_newton_schulz`.
         """
         if self._sample.matrix in names and not math.isnan(self._rank_before):
             with self.phase(RECORD):
@@ -119,13 +117,11 @@ class StepStats:
     def before_apply(
         self, runs: Iterable[tuple[str, Tensor, Tensor, float]], group: dict[str, Any], cautious: bool
     ) -> None:
-        """Measure the sizes of weights and updates on this rank, and how many weights will decay, before the update.
+        """Measure weights and Muon's updates before the update: their sizes, and how many weights will decay.
 
-        Args:
-            runs: (parameter name, weights, orthogonalized update, scale of the update) of each piece of a matrix.
-                Weights and update are 1-D. The weights are valid until the next item is taken.
-            group: the parameter group, with ``lr`` and ``weight_decay``.
-            cautious: whether ``cautious_weight_decay`` is on.
+        ``runs``: (parameter name, weights, orthogonalized update, scale of the update) for each part of a matrix on
+        this rank. Weights and update are 1-D. The weights are valid until the next item is taken. ``group``: the
+        parameter group, with ``lr`` and ``weight_decay``. ``cautious``: whether ``cautious_weight_decay`` is on.
         """
         lr, counts_decay = group["lr"], cautious and group["weight_decay"] != 0
         with self.phase(RECORD):
@@ -145,7 +141,7 @@ class StepStats:
     def after_adamw(self, squares: Iterable[tuple[Tensor, int]]) -> None:
         """Record the sizes of AdamW's updates.
 
-        ``squares``: (sum of squares of an update at learning rate 1, 0-D; number of its elements), for each update.
+        ``squares``: for each update, (sum of its squares at learning rate 1, a 0-D tensor; number of its elements).
         """
         with self.phase(RECORD):
             for total, count in squares:
@@ -160,9 +156,9 @@ class StepStats:
         sums[1] += denominator
 
     def sums(self, names: Sequence[str]) -> Tensor:
-        """Return this rank's sums of numerators and denominators, fp64 ``[names, 2]``, on the CPU.
+        """Return this rank's numerator and denominator for each name, fp64 ``[names, 2]``, on the CPU.
 
-        They are zero for values that this rank has not measured. The caller adds them up over all ranks.
+        Both are 0 for a value that this rank has not measured. The caller adds them up over all ranks.
         """
         return torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device="cpu").view(-1, 2)
 
@@ -204,10 +200,8 @@ def participation_ratio(x: Tensor) -> float:
 
 
 def _gram(x: Tensor, scale: float) -> Tensor:
-    """Return the smaller Gram matrix of ``x / scale``, fp32 ``[k, k]`` with k = min(rows, cols).
-
-    The scale keeps squares of tiny or huge entries in fp32's range.
-    """
+    """Return the smaller Gram matrix of ``x / scale``, fp32 ``[k, k]`` with k = min(rows, cols)."""
+    # The scale keeps the squares of tiny or huge entries in fp32's range.
     wide = x if x.size(0) <= x.size(1) else x.mT
     gram = torch.zeros(wide.size(0), wide.size(0), dtype=torch.float32, device=x.device)
     for part in wide.split(max(1, CHUNK // wide.size(0)), dim=1):
@@ -217,14 +211,12 @@ def _gram(x: Tensor, scale: float) -> Tensor:
 
 
 def sums_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[Tensor]:
-    """Yield sizes of weights and their update, chunk by chunk, as fp32 ``[4]``.
+    """Yield, for each chunk of a tensor, sizes of the weights and of their update, fp32 ``[4]``.
 
     The four are: number of elements, norm of the weights, norm of the update, number of elements that decay.
 
-    Args:
-        weight: weights before the update, 1-D.
-        update: orthogonalized update, not yet scaled, of the same shape and any floating dtype.
-        cautious: whether to count the elements to which cautious weight decay applies; otherwise the number is 0.
+    ``weight``: weights before the update, 1-D. ``update``: orthogonalized update before scaling, 1-D, of any floating
+    dtype. ``cautious``: whether to count the elements to which cautious weight decay applies, instead of 0.
     """
     for part in chunks(weight):
         w, u = weight[part], update[part]

@@ -27,13 +27,11 @@ from deepspeed.muon.monitor.step_stats import (
 
 
 class Recorder:
-    """The part of the monitor that measures steps on all ranks; rank 0 writes the records through DeepSpeed.
+    """The part of the monitor that measures steps on all ranks; rank 0 writes the values through DeepSpeed's monitor.
 
-    The constructor and :meth:`record` are collectives.
-
-    Args:
-        optimizer: a :class:`deepspeed.muon.optimizer.MuonWithAuxAdam` whose step is planned.
-        synchronize: function that waits for the accelerator.
+    The constructor and :meth:`record` are collectives. ``optimizer``: a
+    :class:`deepspeed.muon.optimizer.MuonWithAuxAdam` that an engine already uses. ``synchronize``: function that waits
+    for the accelerator.
     """
 
     def __init__(self, optimizer: Any, synchronize: Callable[[], None]) -> None:
@@ -53,12 +51,9 @@ class Recorder:
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
     def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
-        """Make a step, measure it, and write its record. A collective.
+        """Make an optimizer step by calling ``step()``, measure it, and write the values. A collective.
 
-        Args:
-            step: function that makes the step.
-            engine: the DeepSpeed engine.
-            outer: function that returns a context manager for a phase's name. The phase runs within it.
+        ``outer``: phase of the step -> a context manager, within which the phase runs while it is measured.
         """
         optimizer = self._optimizer
         sample = self.sample((engine.global_steps + 1) // optimizer.config.monitor_interval - 1)
@@ -84,10 +79,10 @@ class Recorder:
             engine.monitor.write_events(events)
 
     def sample(self, turn: int) -> Sample:
-        """Return the matrix whose singular values to measure in record number ``turn``, from 0.
+        """Return the matrix whose singular values to measure in record number ``turn``, counted from 0.
 
-        It is equal on all ranks and after a resume. The parameters take turns, in an order in which successive ones are
-        far apart in the network. A parameter with several matrices shows another one in each of its turns.
+        All ranks choose the same parameter, also after a resume. The parameters take turns, and successive ones are far
+        apart in the network. A parameter with several matrices has another one measured in each of its turns.
         """
         count = len(self._labels)
         if not count:  # the user has left every matrix to AdamW
@@ -99,10 +94,7 @@ class Recorder:
         return Sample(name, matrices[turn // count % len(matrices)])
 
     def _summed(self, stats: StepStats, sample: Sample) -> dict[str, float]:
-        """Return {name: value} for the record of a step, from the sums of all ranks; a collective.
-
-        ``stats``: what this rank has measured. ``sample``: the matrix whose singular values were measured.
-        """
+        """Return {name: value} for the values that are summed over all ranks; a collective."""
         clip = self._optimizer.qk_clip
         for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
             stats.add(f"{LOGIT}/{layer}", logit, 1)

@@ -27,14 +27,11 @@ from deepspeed.muon.qk_clip.query_keys import Attention, Role
 
 
 class _HeadPart(NamedTuple):
-    """Elements of one tensor that compute the queries or keys of one attention head.
+    """The elements of one tensor that compute the queries or keys of one attention head.
 
-    Args:
-        parameter: name of the parameter that the elements belong to.
-        layer: name of the attention module.
-        role: what the elements compute; see :data:`deepspeed.muon.qk_clip.query_keys.Role`.
-        head: index of the query head, or of the key head.
-        piece: where the elements are. Its ``element`` is an index in the tensor, not in the parameter.
+    ``parameter``, ``layer``: names of the parameter and of the attention module. ``head``: index of the query head, or
+    of the key head. ``piece``: the rectangle of elements. ``piece.element`` is an index in the tensor, not in the
+    parameter.
     """
 
     parameter: str
@@ -45,7 +42,7 @@ class _HeadPart(NamedTuple):
 
 
 class QKClip:
-    """QK-clip for one model: it watches attention logits, and scales down the weights of heads with too large logits.
+    """QK-clip for one model: it watches attention logits, and scales down weights of heads whose logits are too large.
 
     It scales the weights and biases that compute queries and keys, whether Muon or AdamW updates them. It does not
     scale frozen parameters, nor matrices without a gradient in the step. The largest logit is taken over all
@@ -53,10 +50,9 @@ class QKClip:
 
     Args:
         options: the value of the config key ``qk_clip``.
-        layers: attention module -> its heads, from :func:`deepspeed.muon.qk_clip.query_keys.attention_layers`.
-        names: parameter -> its name.
-        step: function that returns the number of steps done. The number seeds the sampling of logits and random
-            rounding.
+        layers: {attention module: its heads}, from :func:`deepspeed.muon.qk_clip.query_keys.attention_layers`.
+        names: {parameter: its name}.
+        step: function that returns the number of steps done, the seed of sampled logits and of random rounding.
     """
 
     def __init__(
@@ -95,13 +91,10 @@ class QKClip:
         return f"QK-clip of {len(self.layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
 
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
-        """Find the heads' weights in the tensors that this rank updates. Call it again whenever the tensors change.
+        """Find the heads' weights in this rank's tensors. Call it again whenever these tensors are replaced.
 
-        Args:
-            partitions: the partitions of all parameter groups; each lists this rank's tensors and the parameters in
-                them.
-            group: process group of the ranks that train the same layers; ``None``: all ranks.
-            device: device on which :meth:`begin_step` calls its collective.
+        ``partitions``: the :class:`Partition` of each parameter group. ``group``: process group of the ranks that train
+        the same layers; ``None``: all ranks. ``device``: the device on which :meth:`begin_step` calls its collective.
         """
         self._group, self._device = group, device
         self._parts.clear()
@@ -118,9 +111,8 @@ class QKClip:
     def begin_step(self, is_logging: bool) -> None:
         """Compute the factors of all heads from their largest logits since the last step; a collective.
 
-        Call it on all ranks before each step. The ranks agree on the logits, and on which parameters are frozen. A
-        layer that did not run, for example because the batch has another modality, is not scaled. ``is_logging``:
-        whether this rank warns about such layers.
+        Call it on all ranks before each step. A layer that did not run, for example because the batch has another
+        modality, is not scaled. ``is_logging``: whether this rank warns about such layers.
 
         Raises:
             UnsupportedError: a layer ran but its logits could not be observed, or no layer was observed before the
@@ -180,15 +172,9 @@ class QKClip:
     ) -> None:
         """Scale the weights of heads whose logits are too large. Call it right after ``tensors`` have been updated.
 
-        bf16 weights are rounded stochastically.
-
-        Args:
-            tensors: the updated tensors, which contain the weights.
-            plan: the plan of these tensors if Muon updates them; ``None`` if AdamW does.
-            absent: names of the matrices that have no gradient in this step. They keep their values, even as part of a
-                head.
-            kernels: the kernels that round.
-            work: allocates the temporaries.
+        ``plan``: the plan of ``tensors`` if Muon updates them; ``None`` if AdamW does. ``absent``: names of matrices
+        without a gradient in this step, which are not scaled. ``kernels``: they round bf16 weights stochastically.
+        ``work``: it allocates temporaries.
         """
         scaled = []
         for tensor in tensors:
@@ -215,11 +201,7 @@ class QKClip:
             view.copy_(values)
 
     def _unchanged(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
-        """Yield views into ``tensors`` of the matrices named in ``absent``, whose values :meth:`apply` restores.
-
-        Matrices in parameters without attention heads are left out. ``plan``: says where the matrices are in
-        ``tensors``.
-        """
+        """Yield a view of each matrix in ``absent`` whose parameter contains weights of attention heads."""
         for bucket in plan.buckets if plan and absent else ():
             for run in bucket.runs:
                 if run.matrix in absent and run.parameter in self._weights:

@@ -32,8 +32,8 @@ class Visible:
     """The keys that each query of an attention call sees. A key must satisfy all of the conditions.
 
     Args:
-        mask: a tensor that can be broadcast to ``[batch, heads, queries, keys]``. It is bool (True: seen), or has
-            floats that are added to the logits, where :data:`HIDDEN` or less hides a key. ``None``: no condition.
+        mask: a tensor that can be broadcast to ``[batch, heads, queries, keys]``. It is bool (True: seen), or contains
+            numbers that are added to the logits, where :data:`HIDDEN` or less hides a key. ``None``: no condition.
         is_causal: whether a query sees no key after its own position.
         shift: query i has position i + ``shift`` among the keys.
         window: (before, after): how many keys before and after its own position a query sees; negative: all.
@@ -67,17 +67,14 @@ class Visible:
         return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
     def keys_needed(self, query: int, keys: int) -> int:
-        """Return how many keys, from the first on, include all keys that the queries 0 to ``query`` see.
-
-        ``keys``: number of all keys. The result is from 1 to ``keys``.
-        """
+        """Return n, from 1 to ``keys``, such that the queries 0 to ``query`` see only keys among the first n."""
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
     def seen_by(self, queries: Tensor, keys: int) -> Tensor | None:
-        """Return a mask of the keys that some queries see; ``None`` if each of these queries sees all of them.
+        """Return which of the first ``keys`` keys the queries see; ``None`` if each of them sees all these keys.
 
-        ``queries``: indices of the queries, int64, 1-D. ``keys``: the mask covers only the first ``keys`` keys. The
-        mask is bool, True for a key that is seen. It can be broadcast to ``[batch, heads, queries, keys]``.
+        ``queries``: indices of the queries, int64, 1-D. The result is a bool mask, True for a key that is seen. It can
+        be broadcast to ``[batch, heads, queries, keys]``.
         """
         found = []
         distance = torch.arange(keys, dtype=torch.int64, device=queries.device) - queries[:, None] - self.shift
@@ -97,17 +94,14 @@ class Visible:
 def largest_logits(
     query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0
 ) -> Tensor:
-    """Return the largest attention logit of each query head, fp32 ``[heads]``.
+    """Return the largest attention logit of each query head, fp32 ``[heads]``; ``-inf`` for a head that sees no key.
 
-    It is minus infinity if no query of the head sees a key. A logit is ``scale`` times the dot product of a query and a
-    key, before biases and soft caps. The dot product is computed in the dtype of ``query``, but in fp32 if that is
-    fp16.
+    A logit is ``scale`` times the dot product of a query and a key, before biases and soft caps. The dot product is
+    computed in the dtype of ``query``; if that is fp16, in fp32.
 
     Args:
         query: ``[batch, heads, queries, width]``.
         key: ``[batch, key_heads, keys, width]``; query heads that share a key head are adjacent.
-        scale: factor of the dot products.
-        visible: which keys each query sees.
         mode: ``exact``: the largest logit of all queries and keys. ``sampled``: the largest logit of every
             :data:`SHARE`-th query, so the result may be too small. ``bound``: ``scale`` times the largest product of a
             query's norm and a key's norm, so the result may be too large. ``auto``: ``exact`` up to :data:`MAX_EXACT`
@@ -146,10 +140,7 @@ def _products(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _bounds(query: Tensor, key: Tensor) -> Tensor:
-    """Return an upper bound of the dot product of each query and key, fp32 ``[batch, heads, queries, keys]``.
-
-    The bound is the product of their norms.
-    """
+    """Return the product of each query's and each key's norm, fp32 ``[batch, heads, queries, keys]``."""
     norms = key.float().norm(dim=-1).repeat_interleave(query.size(1) // key.size(1), dim=1)
     return query.float().norm(dim=-1)[..., None] * norms[:, :, None]
 
@@ -168,8 +159,8 @@ class Factors(NamedTuple):
     Args:
         query: for each query head, the factor of its query weights.
         key: for each key head, the factor of its key weights.
-        rotary: for each query head, the factor of the part of its query weights whose keys all heads share, as in
-            latent attention. Shared keys are not scaled, so these queries take the whole factor.
+        rotary: for each query head of latent attention, the factor of the rotary part of its query weights. The key for
+            this part is common to all heads and not scaled, so this factor alone scales the logit.
     """
 
     query: list[float]
@@ -181,13 +172,12 @@ def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -
     """Return the factors that scale logits above ``tau`` down to ``tau``, and leave smaller ones as they are.
 
     To multiply a head's logits by g = tau / logit, its queries are multiplied by g^alpha and its keys by g^(1 - alpha).
-    If several query heads share a key head, its g is that of their largest logit, so that none of them stays above
+    A key head that several query heads share takes the g of the largest of their logits, so that none stays above
     ``tau``.
 
     Args:
         logits: the largest logit of each query head. A head whose logit is not finite is not clipped.
         keys: number of key heads.
-        tau: the threshold.
         alpha: the queries' share of the scaling: 0 scales only keys, 1 only queries.
     """
     gains = [tau / logit if tau < logit < math.inf else 1.0 for logit in logits]

@@ -28,10 +28,8 @@ _NORM = re.compile(
 class HeadWeights(NamedTuple):
     """The weights or biases, in this rank's shard of a parameter, that compute one head's queries or keys.
 
-    Args:
-        role: what the weights compute.
-        head: index of the query head, or of the key head, over all tensor-parallel ranks.
-        block: where the weights are in the shard.
+    ``head``: index of the query head, or of the key head, over all tensor-parallel ranks. ``block``: where the weights
+    are in the shard.
     """
 
     role: Role
@@ -42,10 +40,7 @@ class HeadWeights(NamedTuple):
 class _Outputs(NamedTuple):
     """A number of adjacent outputs of a projection, such as the queries of one head.
 
-    Args:
-        size: number of outputs.
-        role: what the outputs are; ``None`` if they are neither queries nor keys.
-        head: index of the query head, or of the key head.
+    ``role``: ``None`` if they are neither queries nor keys. ``head``: index of the query head, or of the key head.
     """
 
     size: int
@@ -61,7 +56,7 @@ class Attention:
         name: name of the module.
         queries, keys: numbers of query heads and key heads on all tensor-parallel ranks together.
         local_heads: indices of the query heads whose weights this rank has.
-        weights: parameter -> the weights of each head in this rank's shard of the parameter.
+        weights: {parameter: the weights of each head in this rank's shard of the parameter}.
     """
 
     name: str
@@ -77,7 +72,7 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
     ``trained``: the parameters that an optimizer has; ``None``: those with ``requires_grad``.
 
     Raises:
-        MuonConfigError: QK-clip cannot act on one of these modules. Its heads are unknown, scaling its weights would
+        MuonConfigError: QK-clip cannot act on one of these modules: its heads are unknown, scaling its weights would
             not scale its logits, or it shares weights with another module.
     """
     trained = {param for param in model.parameters() if param.requires_grad} if trained is None else set(trained)
@@ -97,30 +92,28 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
     if problems:
         texts = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
         raise MuonConfigError(
-            f"optimizer.params.qk_clip: remove this key, because it cannot act on these attention layers: {texts}"
+            f"optimizer.params.qk_clip: remove this key, because QK-clip cannot act on these attention layers: {texts}"
         )
     shared = [param for layer in found.values() for param in layer.weights]
     if len(set(shared)) < len(shared):
         raise MuonConfigError(
-            "optimizer.params.qk_clip: remove this key, because it cannot act on attention layers that share weights"
+            "optimizer.params.qk_clip: remove this key, because QK-clip cannot act on attention layers that share "
+            "weights"
         )
     return found
 
 
 def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool:
-    """Return whether a module is softmax attention by the name of its class, and contains trained matrices.
-
-    The matrices may be in the module itself or in a direct child. ``trained``: the parameters that are trained.
-    """
+    """Return whether a module's class is named like softmax attention, and it or a child of it has trained matrices."""
     is_attention = isinstance(module, nn.MultiheadAttention) or type(module).__name__.endswith("Attention")
     own = [*module.parameters(recurse=False), *(p for child in module.children() for p in child.parameters(False))]
     return is_attention and not is_linear_attention(module) and any(p in trained and p.ndim == 2 for p in own)
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: child} for the children of an attention module that compute queries or keys.
+    """Return {name: child} for the children of a softmax attention module that compute queries or keys.
 
-    It is empty for modules that are not softmax attention, or whose children have unknown names.
+    It is empty for other modules, and if the names of the children are unknown.
     """
     if isinstance(module, nn.MultiheadAttention) or is_linear_attention(module):
         return {}
@@ -136,10 +129,7 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
 def _attention(
     name: str, module: nn.Module, projections: Mapping[str, nn.Module], model: nn.Module, trained: Set[nn.Parameter]
 ) -> Attention:
-    """Return the heads of the attention module ``module``, whose name is ``name``.
-
-    ``projections``: from :func:`_projections`. Raise ValueError, with the reason, if QK-clip cannot act on the module.
-    """
+    """Return the heads of attention module ``module``. Raise ValueError with the reason if QK-clip cannot act on it."""
     for child, _ in module.named_children():
         if _NORM.search(child):
             raise ValueError(
@@ -147,7 +137,9 @@ def _attention(
             )
     heads = heads_of(module, model)
     if heads is None:
-        raise ValueError("neither the attention module nor the config of the model has the number of heads")
+        raise ValueError(
+            "neither an attribute of the attention module nor the model's config tells the number of heads"
+        )
     latent = any(leaf.lower() in LATENT for leaf in projections)
     weights: dict[nn.Parameter, tuple[HeadWeights, ...]] = {}
     keys = heads.queries
@@ -179,11 +171,7 @@ def _attention(
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Outputs]:
-    """Return what a projection computes: its outputs in order, in groups of one head's queries, keys or others.
-
-    ``leaf``: name of the projection in its module, such as ``q_proj``. ``latent``: whether the module is latent
-    attention.
-    """
+    """Return, in order, the outputs of each head in a projection. ``leaf``: its name, such as ``q_proj``."""
     shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs = leaf.lower(), shape[axis]
     if kind in LATENT:
@@ -212,7 +200,7 @@ def _fused(
     known = None if is_a(module, DEVICE_CLASSES) else cut_fused(leaf, shape, axis, module, model)
     if known is None or known[1] != QKV:
         raise ValueError(
-            f"it is unknown in which order {leaf} of {type(module).__name__} computes queries, keys and values"
+            f"QK-clip does not know in which order {leaf} of {type(module).__name__} computes queries, keys and values"
         )
     sizes, groups = known[0].sizes, known[0].groups
     per_group, width = heads.queries // groups, sizes[0] * groups // heads.queries
@@ -223,15 +211,13 @@ def _fused(
 
 
 def _local_weights(param: nn.Parameter, parts: Sequence[_Outputs], axis: int, projection: Any) -> Iterator[HeadWeights]:
-    """Yield the weights of each head in this rank's shard of ``param``, the weight or bias of a projection.
-
-    A bias counts as a matrix of one column. ``parts``: what the projection's outputs are. ``axis``: axis of the
-    outputs.
-    """
+    """Yield the weights of each head in this rank's shard of ``param``, the weight or bias of ``projection``."""
     whole, sharding = whole_shape(param), sharding_of(param)
     if sharding is None and whole != local_shape(param):
-        raise ValueError("it is unknown how tensor parallelism has split the weights of this layer among the ranks")
-    shape = (*whole, 1)[:2]
+        raise ValueError(
+            "QK-clip does not know how tensor parallelism has split the weights of this layer among the ranks"
+        )
+    shape = (*whole, 1)[:2]  # a bias counts as a matrix of one column
     blocks = cut(matrices(shape)[0], Cut(tuple(part.size for part in parts), axis))
     for part, block in zip(parts, blocks, strict=True):
         if part.role is None:

@@ -29,15 +29,13 @@ Seen = tuple[Tensor, Tensor, float, Visible]
 class AttentionWatch:
     """The hooks in a model that record the largest attention logit of every head since the last :meth:`clear`.
 
-    They ignore forwards in evaluation mode or without gradients, as in generation. Gradient checkpointing runs a
-    forward twice, of which they record one: the first, or the recomputation during backward if the first ran without
-    gradients (``use_reentrant=True``).
+    They ignore forwards in evaluation mode or without gradients. Of the two forwards that gradient checkpointing runs,
+    they record only one.
 
     Args:
-        layers: attention module -> its heads.
+        layers: {attention module: its heads}.
         mode: how logits are computed; see :func:`deepspeed.muon.qk_clip.logits.largest_logits`.
-        step: function that returns the number of steps done, the seed of mode ``sampled``. It is called at most once
-            between two calls of :meth:`clear`, because the number may have to be copied from an accelerator.
+        step: function that returns the number of steps done, which decides which logits ``sampled`` takes.
     """
 
     def __init__(self, layers: Mapping[nn.Module, Attention], mode: str, step: Callable[[], int]) -> None:
@@ -48,7 +46,8 @@ class AttentionWatch:
         self.missed: set[str] = set()
         self._running: list[_AttentionCalls | None] = []
         self._number: int | None = None
-        #: Module -> how many of its forwards were recorded and not yet recomputed during backward.
+        #: Module -> how many of its forwards were recorded and not yet recomputed during backward. If the first forward
+        #: ran without gradients (``use_reentrant=True``), the recomputation is recorded instead.
         self._watched_forwards: Counter[nn.Module] = Counter()
         self._hooks = [
             hook
@@ -111,14 +110,14 @@ class AttentionWatch:
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
             with fixed_numerics(), torch.no_grad():  # under autocast, products of fp32 tensors would be 16-bit
                 if self._number is None:
-                    self._number = self._step()
+                    self._number = self._step()  # once per step: it may have to be copied from an accelerator
                 found = largest_logits(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._number)
             before = self.largest.get(layer.name)
             self.largest[layer.name] = found if before is None else torch.maximum(before, found)
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """The mode that records, in ``seen``, the queries and keys of attention functions called while it is active."""
+    """The torch function mode that records, in ``seen``, the queries and keys of attention calls made within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,9 +171,9 @@ def _read_flash(
 ) -> Seen:
     """Return (queries, keys, scale, :class:`Visible`) of a call of flash-attn, given the arguments of the call.
 
-    The arguments ``q`` and ``k`` are ``[batch, tokens, heads, width]``; the returned tensors are ``[batch, heads,
-    tokens, width]``. As in flash-attn, the last query has the position of the last key.
+    ``q`` and ``k`` are ``[batch, tokens, heads, width]``; the returned tensors are ``[batch, heads, tokens, width]``.
     """
+    # As in flash-attn, the last query has the position of the last key.
     visible = Visible(is_causal=causal, shift=k.size(1) - q.size(1), window=(window_size_left, window_size_right))
     return q.detach().transpose(1, 2), k.detach().transpose(1, 2), _scale(softmax_scale, q), visible
 
@@ -197,8 +196,8 @@ def _read_packed_flash(
 ) -> Seen:
     """Return (queries, keys, scale, :class:`Visible`) of a call of flash-attn's varlen function, given its arguments.
 
-    The arguments ``q`` and ``k`` contain concatenated sequences, ``[all tokens, heads, width]``; the returned tensors
-    are ``[1, heads, all tokens, width]``. Raise UnsupportedError if queries and keys differ in number.
+    ``q`` and ``k`` are concatenated sequences, ``[all tokens, heads, width]``; the returned tensors are ``[1, heads,
+    all tokens, width]``. Raise UnsupportedError if queries and keys differ in number.
     """
     if q.size(0) != k.size(0):
         raise UnsupportedError(

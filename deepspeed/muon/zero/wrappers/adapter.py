@@ -21,8 +21,8 @@ from deepspeed.muon.zero.wrappers.grad_norm import watch_norms
 class Adapter:
     """The interface between this package and the optimizer wrapper of one engine, such as ``DeepSpeedZeroOptimizer``.
 
-    Each subclass serves one class of wrapper. It knows where the wrapper keeps weights and gradients, and replaces the
-    wrapper's methods that do not work with Muon.
+    Each subclass serves one class of wrapper. The subclass knows where the wrapper keeps weights and gradients, and
+    replaces the wrapper's methods that do not work with Muon.
 
     Attributes:
         MODULE, CLASS: module and name of the wrapper's class. A checkpoint records the name.
@@ -47,10 +47,7 @@ class Adapter:
 
     @property
     def moved_states(self) -> list[str]:
-        """Return the kinds of state, such as ``"optim_states"``, that ``engine.offload_states()`` has moved to the CPU.
-
-        States that ``engine.reload_states()`` has brought back are left out.
-        """
+        """Return the kinds of state, such as ``"optim_states"``, which ``offload_states()`` has moved to the CPU."""
         return sorted(kind.value for kind in getattr(self.wrapper, "offloaded_states", ()))
 
     @classmethod
@@ -61,7 +58,7 @@ class Adapter:
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
         """Make ``owner.name(...)`` call ``function(original, ...)``, where ``original`` is the method that is replaced.
 
-        ``owner``: the object whose method is replaced; the wrapper by default. The method must be listed in
+        ``owner``: the object whose method is replaced; ``None``: the wrapper. The method must be listed in
         :meth:`seams`.
         """
         owner = self.wrapper if owner is None else owner
@@ -86,13 +83,10 @@ class Adapter:
     def sharded_partition(
         self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any
     ) -> Partition:
-        """Return a :class:`Partition` for parameters that ZeRO shards.
+        """Return a :class:`Partition` for parameters that ZeRO shards over the process group ``ranks``.
 
-        Args:
-            index: the parameter group's index in the optimizer.
-            tensor: this rank's flat fp32 shard of the parameters.
-            placements: {parameter: where its elements lie in the flat shards of all ranks}.
-            ranks: the process group over which ZeRO shards the parameters.
+        ``index``: index of their parameter group in the optimizer. ``tensor``: this rank's flat fp32 shard of the
+        parameters. ``placements``: {parameter: where its elements lie in the flat shards of all ranks}.
         """
         shards = tuple(Shard(self.optimizer.specs[param], 0, placement) for param, placement in placements.items())
         return Partition(index, (tensor,), shards, ranks, comm.get_rank(ranks), comm.get_world_size(ranks))
@@ -100,30 +94,23 @@ class Adapter:
     def prepare(self, group_count: int) -> None:
         """Replace the wrapper's methods that would go wrong in a step with Muon. Call this once, before the first step.
 
-        What is replaced depends on the wrapper, such as its loss scaling, its gradient norm or its creation of states
-        on NVMe.
-
-        Args:
-            group_count: the largest number of parameter groups in a pipeline stage. Stages with fewer groups still take
-                part in the collectives for the norms of that many groups.
+        ``group_count``: the largest number of parameter groups in a pipeline stage. The number of collectives for
+        gradient norms depends on it, and must be the same in all stages.
         """
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a function to call during a step: it returns whether the step's gradients are finite on all ranks.
+        """Return a function that returns, when called during a step, whether the gradients are finite on all ranks.
 
         Call this method once, before :meth:`prepare`.
         """
         return watch_norms(self.replace)
 
     def patch_state_access(self) -> None:
-        """Make DeepSpeed's ``safe_get_*``, ``safe_set_*`` and ``engine.offload_states()`` work with Muon's state.
-
-        These functions call methods of the wrapper, or methods that the wrapper has set on each parameter.
-        """
+        """Make DeepSpeed's ``safe_get_*``, ``safe_set_*`` and ``engine.offload_states()`` work with Muon's state."""
         raise NotImplementedError
 
     def drop_gradients(self) -> None:
-        """Discard what micro-batches since the last step have accumulated: gradients, and logits for QK-clip."""
+        """Discard what has accumulated since the last step: gradients, and QK-clip's attention logits."""
         self.has_backward = False
         self.engine.zero_grad()
         self.wrapper.zero_grad(set_to_none=True)
@@ -133,7 +120,7 @@ class Adapter:
             self.optimizer.qk_clip.watch.clear()
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield each :class:`Partition` of the optimizer, its tensors loaded from NVMe into memory if necessary.
+        """Yield each :class:`Partition` of the optimizer, with its tensors in memory even if NVMe holds them.
 
         The caller may change the tensors. The changes are written back to NVMe.
         """

@@ -16,24 +16,24 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 def shard_group(engine: Any, group: Mapping[str, Any]) -> Any:
     """Return the process group over which ZeRO shards a parameter group.
 
-    It consists of all data-parallel ranks or, for experts, of the ranks that hold the same experts. At stage 0 each of
+    It consists of all data-parallel ranks or, for experts, of the ranks that hold the same experts. At stage 0, each of
     these ranks holds the whole parameter group.
     """
     return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
 
 
 def with_group_names(params: Iterable[Any]) -> list[Any]:
-    """Return ``params`` with a name for each parameter group that has none: ``group0`` for the first, and so on.
+    """Return ``params`` with a name in each parameter group that has none: ``group0`` in the first, and so on.
 
-    DeepSpeed needs names to put experts into groups of their own.
+    DeepSpeed needs these names to put experts into parameter groups of their own.
     """
     return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
 
 
 def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
-    """Return phrases for the startup log, such as ``"8 of them are experts shared by 2 ranks"``.
+    """Return how many of Muon's matrices are experts, as texts such as ``"8 of them are experts shared by 2 ranks"``.
 
-    There is one phrase for each number of ranks, and none without experts.
+    There is one text for each number of ranks. The list is empty for a model without experts.
     """
     counts: Counter[int] = Counter()
     for partition in optimizer.partitions:

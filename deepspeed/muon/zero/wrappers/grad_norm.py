@@ -21,14 +21,11 @@ NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_
 def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed]:
     """Record the gradient norm of each parameter group during every step at stages 1 to 3.
 
-    ZeRO reduces these norms over all ranks before it updates any weight.
-
-    Args:
-        replace: :meth:`Adapter.replace` of the engine's adapter.
+    ``replace``: :meth:`Adapter.replace` of the engine's adapter.
 
     Returns:
-        A function to call during a step. It returns whether all norms of this step are finite, equal on all ranks, and
-        raises RuntimeError on all ranks if ZeRO computed no norm.
+        A function to call during a step, before any weight is updated. It returns whether all norms of this step are
+            finite, with the same result on all ranks. It raises RuntimeError, on all ranks, if ZeRO computed no norm.
     """
     # Not the combined norm: a non-finite group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
     norms: list[Any] = []
@@ -58,22 +55,18 @@ def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed
 
 
 def is_valid(norm: Any) -> bool:
-    """Return whether a gradient norm, a number or 0-D tensor, shows that the gradient is finite.
+    """Return whether a gradient norm, a number or 0-D tensor, is that of a finite gradient.
 
-    ZeRO reports a norm of -1 for a gradient that is not finite.
+    For other gradients ZeRO reports a norm of -1.
     """
     return 0 <= float(norm) < math.inf  # ZeRO reports -1; comparisons with NaN are false
 
 
 def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
-    """Replace a method that returns a parameter group's gradient norm at stages 1 and 2, so that it counts all experts.
+    """Replace ``norm``, the method that returns a parameter group's gradient norm at stages 1 and 2: count all experts.
 
-    Under tensor parallelism DeepSpeed takes the experts of different ranks for copies, and counts only the first ones.
-
-    Args:
-        wrapper: the ``DeepSpeedZeroOptimizer``.
-        norm: the original method.
-        args: the arguments of ``norm``, of which the last is the list of the group's parameters.
+    Under tensor parallelism the original counts experts on the first rank only, as if other ranks had copies of them.
+    ``args``: the arguments of ``norm``, of which the last is the list of the group's parameters.
     """
     rank = wrapper.model_parallel_rank
     try:
@@ -86,8 +79,8 @@ def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
 def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
     """Replace ``scaled_global_norm`` of the wrapper in a pipeline stage that has fewer parameter groups than others.
 
-    Each group's norm is a collective over all stages. The replacement also joins the collectives of ``missing`` groups
-    that only other stages have, with a norm of zero. A stage without matrices, for example, has no group for Muon.
+    The norm of each group is a collective over all stages. For the ``missing`` groups, which only other stages have,
+    this stage joins the collectives with norms of zero.
     """
     from deepspeed.runtime import utils
 

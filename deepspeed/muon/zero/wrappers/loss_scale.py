@@ -21,14 +21,10 @@ def is_fp16_autocast(engine: Any) -> bool:
 
 
 def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> SimpleNamespace:
-    """Return a loss scaler for an fp16 model at stage 0, to be set as ``engine.torch_autocast_z0_gradscaler``.
+    """Return a loss scaler for an fp16 model at stage 0, to be stored in ``engine.torch_autocast_z0_gradscaler``.
 
-    The scaler multiplies the loss by the loss scale. Without it the engine would not scale the loss at stage 0,
-    although ``FP16_UnfusedOptimizer`` divides the gradients by the scale.
-
-    Args:
-        wrapper: the ``FP16_UnfusedOptimizer``.
-        replace: :meth:`Adapter.replace` of the engine's adapter.
+    Without it the engine would not scale the loss, although ``FP16_UnfusedOptimizer`` divides gradients by the scale.
+    ``wrapper``: this optimizer wrapper. ``replace``: :meth:`Adapter.replace` of the engine's adapter.
     """
     config = wrapper.loss_scale_config
     updates: list[Callable[[], None]] = []
@@ -56,7 +52,8 @@ def share_autocast_scale(engine: Any) -> None:
     """Replace torch's ``GradScaler`` by ZeRO's dynamic loss scaler, under fp16 autocast at stages 1 to 3.
 
     A ``GradScaler`` may skip a step on some ranks only, clips gradients before it unscales them, and is not saved in
-    checkpoints. The new scaler starts and grows as torch's does. A model in fp16 keeps its loss scaler.
+    checkpoints. The new scaler has the same first scale and growth as torch's. It is not used for a model that is
+    itself fp16, because ZeRO already scales its loss.
     """
     wrapper = engine.optimizer
     # In every engine: DeepSpeed's autocast flag is global, so engines after one with autocast get a GradScaler as well.
@@ -79,9 +76,9 @@ def share_autocast_scale(engine: Any) -> None:
 
 @contextmanager
 def keeping_scaler_class(wrapper: Any) -> Iterator[None]:
-    """Keep the wrapper's own loss scaler while a checkpoint is loaded inside this context.
+    """Return a context for loading a checkpoint, which keeps the class of the wrapper's loss scaler.
 
-    A checkpoint of a run in another precision has a loss scaler of another class, which is then ignored.
+    If the checkpoint's loss scaler has another class, because the precision was another one, it is ignored.
     """
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}

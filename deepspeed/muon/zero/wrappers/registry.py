@@ -16,12 +16,9 @@ ADAPTERS: dict[str, type[Adapter]] = {adapter.CLASS: adapter for adapter in (Sta
 
 
 def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
-    """Return a new adapter for the wrapper that DeepSpeed put around ``optimizer``.
+    """Return a new adapter for the wrapper that DeepSpeed put around ``optimizer``; :class:`Plain` if there is none.
 
-    Without a wrapper the adapter is a :class:`Plain`.
-
-    Raises:
-        UnsupportedError: no adapter serves this class of wrapper.
+    Raise UnsupportedError if no adapter serves this class of wrapper.
     """
     if engine.optimizer is optimizer:
         return Plain(engine, optimizer)

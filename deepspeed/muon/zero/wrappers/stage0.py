@@ -26,7 +26,7 @@ class Stage0(Adapter):
     """The adapter for ``FP16_UnfusedOptimizer``, which DeepSpeed uses at stage 0 for 16-bit models.
 
     The optimizer updates fp32 clones of the model's parameters. A clone has the same index in its parameter group as
-    the parameter, but not the parameter's attributes.
+    the parameter, but it lacks the parameter's attributes.
     """
 
     MODULE, CLASS = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"
@@ -48,10 +48,9 @@ class Stage0(Adapter):
         return result
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a function that returns, during a step, whether the gradients are finite on all ranks.
+        """Return a function that returns, when called during a step, whether the gradients are finite on all ranks.
 
-        The function checks the wrapper's gradient norm, or each gradient if the norm does not suffice. It is a
-        collective only if ranks have different gradients: with experts, pipeline stages or tensor parallelism.
+        The function is a collective only with experts, pipeline stages or tensor parallelism.
         """
         engine, wrapper, is_finite = self.engine, self.wrapper, self.optimizer.has_finite_gradients
         if engine.has_moe_layers or engine.pipeline_parallelism:
@@ -63,12 +62,9 @@ class Stage0(Adapter):
         return lambda: agreed(is_finite(), is_common=True)
 
     def prepare(self, group_count: int) -> None:
-        """Make the engine scale the loss in fp16; with tensor parallelism or a pipeline, correct the gradient norm.
-
-        The wrapper computes this norm wrongly, because gradients lack the attributes that tell which ranks share a
-        parameter. It also calls a collective for each parameter group, and pipeline stages may have different numbers
-        of groups.
-        """
+        """Make the engine scale an fp16 loss; under tensor parallelism or in a pipeline, correct the gradient norm."""
+        # The wrapper computes the norm wrongly, because gradients lack the attributes that tell which ranks share a
+        # parameter. It also calls a collective for each group, and stages may have different numbers of groups.
         if tp_rank(self.engine)[1] > 1 or self.engine.pipeline_parallelism:
             missing_groups = group_count - len(self.optimizer.param_groups)
             self.wrap_method("step", partial(self._with_all_norms, missing_groups))
@@ -77,10 +73,9 @@ class Stage0(Adapter):
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
-        """Let the wrapper compute a correct gradient norm inside this context.
+        """Return a context in which the wrapper computes a correct gradient norm.
 
-        Copy the parameters' attributes to the gradients (:func:`mark_gradients`), and add ``missing_groups`` parameter
-        groups with zero gradients to the wrapper. They are removed when the context ends.
+        ``missing_groups``: number of parameter groups that only other pipeline stages have.
         """
         mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
@@ -94,7 +89,7 @@ class Stage0(Adapter):
 
     @torch.no_grad()
     def publish_weights(self) -> None:
-        """Copy the fp32 clones that the optimizer updates into the model's parameters, as after a load."""
+        """Copy the optimizer's fp32 weights into the model's parameters. Call this after loading fp32 weights."""
         for index, group in enumerate(self.optimizer.param_groups):
             for param, master in zip(self.params(index), group["params"], strict=True):
                 if param is not master:
@@ -121,7 +116,7 @@ class Plain(Stage0):
         return self.optimizer.param_groups[index]["params"]
 
     def prepare(self, group_count: int) -> None:
-        """Let checkpoints include the ``GradScaler`` of fp16 autocast.
+        """Save the ``GradScaler`` of fp16 autocast in checkpoints.
 
         In a pipeline, also clip gradients by their norm over all stages instead of this stage's.
         """
@@ -131,7 +126,7 @@ class Plain(Stage0):
         self.optimizer.saved_form.scaler = self.engine.torch_autocast_z0_gradscaler if is_fp16 else None
 
     def _clip_by_the_whole_norm(self) -> None:
-        """Clip the gradients by their norm over all pipeline stages. A norm that is not finite is left to ``step``."""
+        """Clip the gradients by their norm over all pipeline stages. Change nothing if the norm is not finite."""
         from deepspeed.runtime.utils import get_weight_norm
 
         params = [param for param in self.engine.module.parameters() if param.grad is not None]
@@ -157,7 +152,7 @@ class _Whole:
     def _check(self, key: str) -> None:
         if key not in (keys := self._optimizer.state_keys(self._master)):
             raise ValueError(
-                f"this parameter has no optimizer state {key!r}; pass one of its states: {', '.join(keys)}"
+                f"this parameter has no optimizer state {key!r}; pass one of the keys that it has: {', '.join(keys)}"
             )
 
     def get(self, optim_state_key: str | None = None) -> Tensor | None:

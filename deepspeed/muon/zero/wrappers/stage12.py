@@ -36,15 +36,11 @@ class Flat(Adapter):
     def flat_partitions(
         self, groups: list[list[Any]], offsets: list[list[int]], flats: list[Tensor], masters: list[Tensor]
     ) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group.
+        """Return a :class:`Partition` for each parameter group. All lists have one item for each group.
 
-        All lists have one item for each group.
-
-        Args:
-            groups: the group's parameters, in the order in which they were flattened.
-            offsets: the index at which each of these parameters begins in the flat tensor.
-            flats: the group's flat tensor with all elements.
-            masters: this rank's fp32 part of the flat tensor.
+        ``groups``: the group's parameters, in the order in which they were flattened. ``offsets``: the index at which
+        each of these parameters begins in the flat tensor. ``flats``: the group's flat tensor with all elements.
+        ``masters``: this rank's fp32 part of the flat tensor.
         """
         result = []
         for index, (params, starts, flat, master) in enumerate(zip(groups, offsets, flats, masters, strict=True)):
@@ -57,9 +53,8 @@ class Flat(Adapter):
     def patch_state_access(self) -> None:
         """Link parameters to their state now, and again whenever DeepSpeed replaces the state's tensors (:meth:`link`).
 
-        DeepSpeed links them only once, after the first step. Also correct the wrapper's ``_param_slice_mappings``, in
-        which a checkpoint records where each parameter lies in this rank's tensors: DeepSpeed ignores
-        ``round_robin_gradients``.
+        Also correct the wrapper's ``_param_slice_mappings``, in which a checkpoint records where each parameter lies in
+        this rank's tensors. DeepSpeed computes them as if ``round_robin_gradients`` were off.
         """
         from deepspeed.utils.tensor_fragment import fragment_address
 
@@ -74,10 +69,7 @@ class Flat(Adapter):
 
     @contextmanager
     def _relinking(self) -> Iterator[None]:
-        """Link parameters to their state again (:meth:`link`) after a load or move of the state inside this context.
-
-        Before the load or move, free the optimizer's scratch memory.
-        """
+        """Return a context for a load or move of state: free scratch memory before it, :meth:`link` again after it."""
         self.optimizer.workspace.clear()
         yield
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
@@ -116,10 +108,7 @@ class Stage12(Flat):
     )
 
     def partitions(self) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group.
-
-        Its parameters have the order in which ``round_robin_gradients`` arranged them.
-        """
+        """Return a :class:`Partition` for each parameter group, in ZeRO's order (``round_robin_gradients``)."""
         wrapper = self.wrapper
         return self.flat_partitions(
             wrapper.round_robin_bit16_groups,
@@ -131,14 +120,11 @@ class Stage12(Flat):
     def prepare(self, group_count: int) -> None:
         """Keep DeepSpeed from running its own Muon, and correct the wrapper's gradients and gradient norms.
 
-        DeepSpeed runs its own Muon on parameters with ``use_muon`` if the name of the optimizer's class contains
-        "muon". The corrections are for:
-
-        - CPU offload, which leaves out gradients (:meth:`_with_complete_gradients`);
-        - experts under tensor parallelism, of which the norm counts too few (:func:`with_all_experts`);
-        - pipelines whose stages have different numbers of parameter groups (:func:`with_norms_of_all_stages`).
+        DeepSpeed leaves out gradients under CPU offload. Its norms are wrong for experts under tensor parallelism, and
+        for pipelines whose stages have different numbers of parameter groups.
         """
         share_autocast_scale(self.engine)
+        # DeepSpeed runs its own Muon if the name of the optimizer's class contains "muon".
         self.replace("get_flat_partition", _without_tags)
         self.replace("_is_muon_group", lambda original, params: False)
         if self.wrapper.cpu_offload:
@@ -151,11 +137,8 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
-        """Run a step inside this context with the gradients that DeepSpeed leaves out under CPU offload.
-
-        DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. After the step, set all
-        gradients to zero, because those that no backward overwrites would act again in the next step.
-        """
+        """Return a context for a step with all gradients, of which DeepSpeed leaves out some under CPU offload."""
+        # DeepSpeed passes on only gradients of parameters that took part in the last micro-batch.
         wrapper = self.wrapper
         if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
             wrapper._offload_accumulated_param_ids = missing
@@ -163,10 +146,10 @@ class Stage12(Flat):
         yield
         masters = [flat.grad for flat in wrapper.single_partition_of_fp32_groups if flat.grad is not None]
         for buffer in (*masters, *getattr(wrapper, "accumulated_grads_in_cpu", {}).values()):
-            buffer.zero_()
+            buffer.zero_()  # what no backward overwrites would act again in the next step
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a function that returns, during a step, whether the gradients are finite on all ranks.
+        """Return a function that returns, when called during a step, whether the gradients are finite on all ranks.
 
         It checks the gradient norms or, with ``compute_grad_norm: false``, the gradients themselves.
         """
@@ -177,19 +160,13 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_gradient_check(self) -> Iterator[None]:
-        """Check whether all gradients are finite before a step discards any of them; a collective.
-
-        The context encloses the step. The result is kept for the function that :meth:`watch_gradients` returns.
-        """
+        """Return a context for a step: before the step, check whether all gradients are finite. A collective."""
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
 
     def drop_gradients(self) -> None:
-        """Discard all gradients, and reset the wrapper's counter of micro-batches.
-
-        The next micro-batch then overwrites the accumulated gradients instead of adding to them.
-        """
+        """Discard all gradients, and make the next micro-batch overwrite what has accumulated."""
         super().drop_gradients()
         self.wrapper.micro_step_id = -1  # DeepSpeed increments it before the first micro-batch
 
@@ -211,7 +188,7 @@ class Bf16(Flat):
         )
 
     def watch_gradients(self) -> Callable[[], Agreed]:
-        """Return a function that returns, during a step, whether the global gradient norm is finite."""
+        """Return a function that returns, when called during a step, whether the global gradient norm is finite."""
         return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)
 
     def patch_state_access(self) -> None:
@@ -224,12 +201,10 @@ class Bf16(Flat):
 
 
 def _link_int8_momentum(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
-    """Make ``safe_get_*`` and ``safe_set_*`` decode and encode the int8 momentum of ``param``. Users see fp32 values.
+    """Make ``safe_get_*`` and ``safe_set_*`` convert the int8 momentum of ``param`` to fp32 and back.
 
-    Args:
-        part: the elements of the flattened parameter that this rank holds.
-        tensor: this rank's flat tensor of the parameter group.
-        position: index in ``tensor`` at which ``part`` begins.
+    ``part``: the elements of the flattened parameter that this rank holds. ``tensor``: this rank's flat tensor of the
+    parameter group. ``position``: index in ``tensor`` at which ``part`` begins.
     """
 
     def get(original: Callable, optim_state_key: str | None = None) -> Tensor:
@@ -248,10 +223,7 @@ def _link_int8_momentum(optimizer: MuonWithAuxAdam, param: Any, part: slice, ten
 
 
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace ``get_flat_partition``: call the original while the attribute ``use_muon`` is hidden on all parameters.
-
-    DeepSpeed would otherwise run its own Muon on parameters with this attribute.
-    """
+    """Replace ``get_flat_partition``: hide ``use_muon`` on all parameters, so that DeepSpeed does not run its Muon."""
     hidden = [(param, vars(param).pop(TAG)) for param in tensor_list if TAG in vars(param)]
     try:
         return get_flat_partition(tensor_list, *args, **kwargs)

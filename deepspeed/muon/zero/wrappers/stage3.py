@@ -57,7 +57,7 @@ class Stage3(Adapter):
         return result
 
     def prepare(self, group_count: int) -> None:
-        """Correct the wrapper's loss scale and gradients; with NVMe, also create the files of all states, with zeros.
+        """Correct the wrapper's loss scale and gradients. With NVMe, also create the files of all optimizer states.
 
         With ``save_muon_momentum_buffer_in_memory`` the momentum stays in memory instead.
         """
@@ -78,12 +78,8 @@ class Stage3(Adapter):
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
-        """Run a step inside this context with the gradients that DeepSpeed leaves out under offload.
-
-        DeepSpeed passes on only gradients of parameters that took part in the last micro-batch. After the step, set all
-        gradients to zero, in memory and on NVMe, because those that no backward overwrites would act again in the next
-        step.
-        """
+        """Return a context for a step with all gradients, of which DeepSpeed leaves out some under offload."""
+        # DeepSpeed passes on only gradients of parameters that took part in the last micro-batch.
         wrapper = self.wrapper
         if wrapper.offload_optimizer:
             seen, done = wrapper._offload_boundary_param_ids, wrapper.norm_for_param_grads
@@ -96,12 +92,12 @@ class Stage3(Adapter):
         masters = wrapper.fp32_partitioned_groups_flat if wrapper.offload_optimizer else ()
         for buffer in (getattr(wrapper, "grad_partitions_flat_buffer", None), *(flat.grad for flat in masters)):
             if buffer is not None:
-                buffer.zero_()
+                buffer.zero_()  # what no backward overwrites would act again in the next step
         if self.is_swapped:
             nvme.forget_gradients(wrapper)
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield the :class:`Partition` of each sub-group, its tensors loaded from NVMe into memory if necessary.
+        """Yield the :class:`Partition` of each sub-group, with its tensors in memory even if NVMe holds them.
 
         The caller may change the weights. The changes are copied to the model's parameters and written back to NVMe.
         """
@@ -110,10 +106,7 @@ class Stage3(Adapter):
             yield found[flat]
 
     def patch_state_access(self) -> None:
-        """Make DeepSpeed's ``safe_get_*``, ``safe_set_*`` and ``offload_states`` work with Muon's state.
-
-        Each of the wrapper's methods that they call is replaced. With NVMe, saving is replaced as well.
-        """
+        """Make ``safe_get_*``, ``safe_set_*``, ``offload_states`` and, with NVMe, saving work with Muon's state."""
         self.replace("set_full_hp_param", self._set_full)
         self.replace("set_local_hp_param", self._set_local)
         self.replace("_get_fp32_opt_state_partition", self._get_local)
@@ -125,7 +118,7 @@ class Stage3(Adapter):
             self.optimizer.saved_form.read = partial(nvme.mapped_if_swapped, self.wrapper)
 
     def _save_weights(self, original: Callable) -> dict[str, Any]:
-        """Replace the wrapper's ``state_dict``: include the fp32 weights that lie in files on NVMe."""
+        """Replace the wrapper's ``state_dict``, so that it includes the fp32 weights that lie in files on NVMe."""
         saved = original()
         saved["fp32_flat_groups"] = [
             nvme.mapped_if_swapped(self.wrapper, flat, flat) for flat in saved["fp32_flat_groups"]
@@ -135,16 +128,15 @@ class Stage3(Adapter):
     def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Replace the wrapper's ``set_full_hp_param``, which fails if ranks hold parts of different sizes.
 
-        Args:
-            value: the new values of the whole parameter.
-            optim_state_key: which optimizer state to set; ``None`` sets the fp32 weights.
+        ``value``: all new values of the fp32 weights or, with ``optim_state_key``, of this optimizer state.
         """
         if not param.requires_grad:
             return
         if value.numel() != param.ds_numel:
             shape = tuple(param.ds_shape)
             raise ValueError(
-                f"pass {param.ds_numel} elements to set this parameter of shape {shape}, not {value.numel()}"
+                f"pass all {param.ds_numel} elements of this parameter, whose shape is {shape}, to safe_set_full_*, "
+                f"not {value.numel()}"
             )
         part = param.partition_numel()
         start = part * self.wrapper._get_param_partition_rank(param)
@@ -155,15 +147,17 @@ class Stage3(Adapter):
     def _set_local(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Replace the wrapper's ``set_local_hp_param``, so that it works with NVMe and with an int8 momentum.
 
-        Args:
-            value: the new values of this rank's part of the parameter.
-            optim_state_key: which optimizer state to set; ``None`` sets the fp32 weights.
+        ``value``: new values of this rank's part of the fp32 weights or, with ``optim_state_key``, of this optimizer
+        state.
         """
         if not param.requires_grad:
             return
         index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
         if value.numel() != count:
-            raise ValueError(f"pass the {count} elements of the parameter that this rank holds, not {value.numel()}")
+            raise ValueError(
+                f"pass the {count} elements of this parameter that this rank holds to safe_set_local_*, "
+                f"not {value.numel()}"
+            )
         with nvme.swapped_in(self.wrapper, index) as flat:
             if optim_state_key is None:
                 flat.data[start : start + count].copy_(value.flatten())
@@ -173,7 +167,7 @@ class Stage3(Adapter):
     def _get_local(
         self, original: Callable, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[Tensor, int]:
-        """Replace the wrapper's ``_get_fp32_opt_state_partition``, which all getters call: decode an int8 momentum.
+        """Replace the wrapper's ``_get_fp32_opt_state_partition``, so that it decodes an int8 momentum.
 
         Return (this rank's part of the fp32 weights or optimizer state, index of the sub-group).
         """
@@ -191,10 +185,7 @@ class Stage3(Adapter):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Replace the wrapper's ``offload_states``, so that it moves this optimizer's states as well.
-
-        ``move``: the original method. The other arguments are those of ``engine.offload_states()``.
-        """
+        """Replace the wrapper's ``offload_states``: move this optimizer's states, then call the original, ``move``."""
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
         for kind, tensors in self._movable().items():

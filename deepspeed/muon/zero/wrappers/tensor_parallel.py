@@ -26,11 +26,11 @@ Placements = Mapping[str, Placement]
 
 
 def partitions_over_tp(adapter: Adapter, grid: Grid | None) -> list[Partition]:
-    """Return the partitions of the adapter, extended over the tensor-parallel ranks; a collective.
+    """Return the adapter's partitions, in which matrices that tensor parallelism splits are whole again. A collective.
 
     In the :class:`Partition` of a Muon group, the shards of a parameter on several tensor-parallel ranks are planned as
-    one matrix, which all ranks of ``grid`` share. AdamW groups, experts, and ``tp_mode: shard`` are not changed, nor is
-    anything if ``grid`` is ``None``.
+    one matrix, which all ranks of ``grid`` share. AdamW groups and experts are not changed. Nothing is changed with
+    ``tp_mode: shard``, or without tensor parallelism (``grid`` is ``None``).
 
     Raises:
         UnsupportedError: a stage-3 sub-group has different parameters on some ranks, or tensor parallelism splits
@@ -65,10 +65,7 @@ def partitions_over_tp(adapter: Adapter, grid: Grid | None) -> list[Partition]:
 
 
 def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
-    """Raise UnsupportedError if tensor parallelism splits a matrix of an expert.
-
-    ``experts``: the partitions of parameter groups that hold experts.
-    """
+    """Raise UnsupportedError if tensor parallelism splits a matrix of an expert in these partitions."""
     specs = [shard.spec for partition in experts for shard in partition.shards]
     if cut := [spec.name for spec in specs if spec.use_muon and spec.sharding]:
         raise UnsupportedError(
@@ -82,12 +79,8 @@ def _hold_same_parameters(
 ) -> bool:
     """Return whether all tensor-parallel ranks have the same parameters in each partition, in the same order.
 
-    A parameter of which a rank holds no element may be absent on that rank.
-
-    Args:
-        placements_by_tp_rank: for each tensor-parallel rank, a list with {parameter name: placement} for each
-            partition.
-        specs: {parameter name: its matrices and how it is sharded}.
+    A rank may lack a parameter of which it holds no element. ``placements_by_tp_rank``: for each tensor-parallel rank,
+    a list with {parameter name: placement} for each partition.
     """
     if len({len(partitions) for partitions in placements_by_tp_rank}) > 1:
         return False
@@ -103,13 +96,10 @@ def _hold_same_parameters(
 def _spanning_grid(
     grid: Grid, local: Partition, placements_by_tp_rank: Sequence[Placements], specs: Mapping[str, MatrixSpec]
 ) -> Partition:
-    """Return the partition ``local`` of this rank, extended to all ranks of ``grid``.
+    """Return this rank's partition ``local``, in which parameters that tensor parallelism splits are whole matrices.
 
-    In the result, a parameter's shards on all tensor-parallel ranks are planned as one matrix.
-
-    Args:
-        placements_by_tp_rank: for each tensor-parallel rank, {parameter name: placement} in the same partition.
-        specs: {parameter name: its matrices and how it is sharded}.
+    All ranks of ``grid`` share them. ``placements_by_tp_rank``: for each tensor-parallel rank, {parameter name:
+    placement} in the same partition.
     """
     rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
     t = next(t for t, line in enumerate(grid.lines) if rank in line)
