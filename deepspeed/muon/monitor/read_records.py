@@ -25,14 +25,15 @@ MAX_SEARCHED = 10_000
 
 
 class Records:
-    """The monitor's records of one training run. Each series of values is {number of training samples: value}.
+    """The monitor's records of one training run. A series of values is {number of training samples: value}.
 
     Args:
         series: {name of a CSV file or a TensorBoard event: its series}.
 
-    Attribute ``values`` is {name: series}, with names such as ``loss`` and ``lr_muon``; ``layers`` is {measure: {layer:
-    series}}, with layers in the order of the network. ``samples`` is the sorted list of the numbers of samples at which
-    there are records.
+    Attributes:
+        values: {name: series}, for example of ``loss`` and ``lr_muon``.
+        layers: {measure, such as ``max_logit``: {layer: series}}, with layers in the order of the network.
+        samples: sorted numbers of samples at which there are records.
     """
 
     def __init__(self, series: Mapping[str, Values]) -> None:
@@ -100,7 +101,7 @@ def _last_values(rows: Iterable[Iterable]) -> Values:
 
 
 def _suggestion(asked: Path) -> str:
-    """Return the end of an error message: the nearest folder that has records, otherwise which folder is expected."""
+    """Return the end of an error message: the nearest folder that has records or, without one, what to look for."""
     start = next(path for path in (asked, *asked.absolute().parents) if path.is_dir())
     folders = islice(os.walk(start), MAX_SEARCHED)
     prefixes = FILE_PREFIX, EVENTS_PREFIX

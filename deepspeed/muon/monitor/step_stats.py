@@ -117,11 +117,12 @@ class StepStats:
     def before_apply(
         self, runs: Iterable[tuple[str, Tensor, Tensor, float]], group: dict[str, Any], cautious: bool
     ) -> None:
-        """Measure weights and Muon's updates before the update: their sizes, and how many weights will decay.
+        """Measure the sizes of weights and Muon's updates on this rank, and count the weights that will decay.
 
-        ``runs``: (parameter name, weights, orthogonalized update, scale of the update) for each part of a matrix on
-        this rank. Weights and update are 1-D. The weights are valid until the next item is taken. ``group``: the
-        parameter group, with ``lr`` and ``weight_decay``. ``cautious``: whether ``cautious_weight_decay`` is on.
+        Call it before the update. ``runs``: (parameter name, weights, orthogonalized update, scale of the update) for
+        each part of a matrix on this rank. Weights and update are 1-D. The weights are valid until the next item is
+        taken. ``group``: the parameter group, with ``lr`` and ``weight_decay``. ``cautious``: whether
+        ``cautious_weight_decay`` is on.
         """
         lr, counts_decay = group["lr"], cautious and group["weight_decay"] != 0
         with self.phase(RECORD):

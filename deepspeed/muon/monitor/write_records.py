@@ -53,7 +53,8 @@ class Recorder:
     def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
         """Make an optimizer step by calling ``step()``, measure it, and write the values. A collective.
 
-        ``outer``: phase of the step -> a context manager, within which the phase runs while it is measured.
+        ``outer``: function that returns a context manager for a phase's name. The phase runs, and is measured, within
+        it.
         """
         optimizer = self._optimizer
         sample = self.sample((engine.global_steps + 1) // optimizer.config.monitor_interval - 1)

@@ -173,8 +173,8 @@ class QKClip:
         """Scale the weights of heads whose logits are too large. Call it right after ``tensors`` have been updated.
 
         ``plan``: the plan of ``tensors`` if Muon updates them; ``None`` if AdamW does. ``absent``: names of matrices
-        without a gradient in this step, which are not scaled. ``kernels``: they round bf16 weights stochastically.
-        ``work``: it allocates temporaries.
+        without a gradient in this step, which are not scaled. ``kernels`` round bf16 weights stochastically. ``work``
+        allocates temporaries.
         """
         scaled = []
         for tensor in tensors:

@@ -97,7 +97,7 @@ def largest_logits(
     """Return the largest attention logit of each query head, fp32 ``[heads]``; ``-inf`` for a head that sees no key.
 
     A logit is ``scale`` times the dot product of a query and a key, before biases and soft caps. The dot product is
-    computed in the dtype of ``query``; if that is fp16, in fp32.
+    computed in the dtype of ``query``, or in fp32 if that is fp16.
 
     Args:
         query: ``[batch, heads, queries, width]``.

@@ -69,7 +69,7 @@ class Attention:
 def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None = None) -> dict[nn.Module, Attention]:
     """Return {module: its heads} for each softmax attention module of ``model`` whose queries and keys are trained.
 
-    ``trained``: the parameters that an optimizer has; ``None``: those with ``requires_grad``.
+    ``trained``: the parameters that an optimizer updates; ``None``: those with ``requires_grad``.
 
     Raises:
         MuonConfigError: QK-clip cannot act on one of these modules: its heads are unknown, scaling its weights would
@@ -113,7 +113,7 @@ def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
     """Return {name: child} for the children of a softmax attention module that compute queries or keys.
 
-    It is empty for other modules, and if the names of the children are unknown.
+    Return an empty dict for other modules, and if the names of the children are unknown.
     """
     if isinstance(module, nn.MultiheadAttention) or is_linear_attention(module):
         return {}
@@ -171,7 +171,7 @@ def _attention(
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Outputs]:
-    """Return, in order, the outputs of each head in a projection. ``leaf``: its name, such as ``q_proj``."""
+    """Return, in order, the outputs of each head in the projection named ``leaf``, such as ``q_proj``."""
     shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs = leaf.lower(), shape[axis]
     if kind in LATENT:

@@ -35,7 +35,7 @@ class AttentionWatch:
     Args:
         layers: {attention module: its heads}.
         mode: how logits are computed; see :func:`deepspeed.muon.qk_clip.logits.largest_logits`.
-        step: function that returns the number of steps done, which decides which logits ``sampled`` takes.
+        step: function that returns the number of steps done, which decides which queries mode ``sampled`` takes.
     """
 
     def __init__(self, layers: Mapping[nn.Module, Attention], mode: str, step: Callable[[], int]) -> None:

@@ -21,11 +21,9 @@ NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_
 def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed]:
     """Record the gradient norm of each parameter group during every step at stages 1 to 3.
 
+    Return a function to call during a step, before any weight is updated. It returns whether all norms of this step are
+    finite, with the same result on all ranks. It raises RuntimeError, on all ranks, if ZeRO computed no norm.
     ``replace``: :meth:`Adapter.replace` of the engine's adapter.
-
-    Returns:
-        A function to call during a step, before any weight is updated. It returns whether all norms of this step are
-            finite, with the same result on all ranks. It raises RuntimeError, on all ranks, if ZeRO computed no norm.
     """
     # Not the combined norm: a non-finite group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
     norms: list[Any] = []
@@ -65,8 +63,8 @@ def is_valid(norm: Any) -> bool:
 def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
     """Replace ``norm``, the method that returns a parameter group's gradient norm at stages 1 and 2: count all experts.
 
-    Under tensor parallelism the original counts experts on the first rank only, as if other ranks had copies of them.
-    ``args``: the arguments of ``norm``, of which the last is the list of the group's parameters.
+    The original counts experts on tensor-parallel rank 0 only, as if other ranks had copies of them. ``args``: the
+    arguments of ``norm``, of which the last is the list of the group's parameters.
     """
     rank = wrapper.model_parallel_rank
     try:

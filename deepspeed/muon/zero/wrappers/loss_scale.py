@@ -78,7 +78,7 @@ def share_autocast_scale(engine: Any) -> None:
 def keeping_scaler_class(wrapper: Any) -> Iterator[None]:
     """Return a context for loading a checkpoint, which keeps the class of the wrapper's loss scaler.
 
-    If the checkpoint's loss scaler has another class, because the precision was another one, it is ignored.
+    A checkpoint of a run in another precision has a loss scaler of another class. This one is ignored.
     """
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}

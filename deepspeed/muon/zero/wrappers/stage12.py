@@ -54,7 +54,7 @@ class Flat(Adapter):
         """Link parameters to their state now, and again whenever DeepSpeed replaces the state's tensors (:meth:`link`).
 
         Also correct the wrapper's ``_param_slice_mappings``, in which a checkpoint records where each parameter lies in
-        this rank's tensors. DeepSpeed computes them as if ``round_robin_gradients`` were off.
+        this rank's tensors. DeepSpeed makes these mappings as if ``round_robin_gradients`` were off.
         """
         from deepspeed.utils.tensor_fragment import fragment_address
 
@@ -69,7 +69,7 @@ class Flat(Adapter):
 
     @contextmanager
     def _relinking(self) -> Iterator[None]:
-        """Return a context for a load or move of state: free scratch memory before it, :meth:`link` again after it."""
+        """Return a context for loading or moving state: free scratch memory first, and call :meth:`link` at the end."""
         self.optimizer.workspace.clear()
         yield
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
@@ -108,7 +108,10 @@ class Stage12(Flat):
     )
 
     def partitions(self) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group, in ZeRO's order (``round_robin_gradients``)."""
+        """Return a :class:`Partition` for each parameter group.
+
+        Its parameters are in the order in which ``round_robin_gradients`` has arranged them.
+        """
         wrapper = self.wrapper
         return self.flat_partitions(
             wrapper.round_robin_bit16_groups,
@@ -137,7 +140,7 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
-        """Return a context for a step with all gradients, of which DeepSpeed leaves out some under CPU offload."""
+        """Return a context for a step: add gradients that DeepSpeed leaves out under CPU offload; zero all after it."""
         # DeepSpeed passes on only gradients of parameters that took part in the last micro-batch.
         wrapper = self.wrapper
         if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
@@ -160,13 +163,13 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_gradient_check(self) -> Iterator[None]:
-        """Return a context for a step: before the step, check whether all gradients are finite. A collective."""
+        """Return a context for a step: check before the step whether all gradients are finite. A collective."""
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
 
     def drop_gradients(self) -> None:
-        """Discard all gradients, and make the next micro-batch overwrite what has accumulated."""
+        """Discard all gradients. The next micro-batch overwrites accumulated gradients instead of adding to them."""
         super().drop_gradients()
         self.wrapper.micro_step_id = -1  # DeepSpeed increments it before the first micro-batch
 
@@ -178,7 +181,7 @@ class Bf16(Flat):
     REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
 
     def partitions(self) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group. Its parameters follow each other without padding."""
+        """Return a :class:`Partition` for each parameter group, whose parameters are contiguous in the flat tensor."""
         wrapper, offsets = self.wrapper, []
         for params in wrapper.bf16_groups:
             ends = accumulate(param.numel() for param in params)
@@ -223,7 +226,7 @@ def _link_int8_momentum(optimizer: MuonWithAuxAdam, param: Any, part: slice, ten
 
 
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace ``get_flat_partition``: hide ``use_muon`` on all parameters, so that DeepSpeed does not run its Muon."""
+    """Replace ``get_flat_partition``, and hide ``use_muon`` from it, so that DeepSpeed does not run its own Muon."""
     hidden = [(param, vars(param).pop(TAG)) for param in tensor_list if TAG in vars(param)]
     try:
         return get_flat_partition(tensor_list, *args, **kwargs)

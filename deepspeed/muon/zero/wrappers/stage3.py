@@ -78,7 +78,7 @@ class Stage3(Adapter):
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
-        """Return a context for a step with all gradients, of which DeepSpeed leaves out some under offload."""
+        """Return a context for a step: add gradients that DeepSpeed leaves out under offload; zero all after it."""
         # DeepSpeed passes on only gradients of parameters that took part in the last micro-batch.
         wrapper = self.wrapper
         if wrapper.offload_optimizer:
@@ -128,7 +128,7 @@ class Stage3(Adapter):
     def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Replace the wrapper's ``set_full_hp_param``, which fails if ranks hold parts of different sizes.
 
-        ``value``: all new values of the fp32 weights or, with ``optim_state_key``, of this optimizer state.
+        ``value``: new values of the whole parameter: of its fp32 weights or, with ``optim_state_key``, of this state.
         """
         if not param.requires_grad:
             return
@@ -147,8 +147,7 @@ class Stage3(Adapter):
     def _set_local(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Replace the wrapper's ``set_local_hp_param``, so that it works with NVMe and with an int8 momentum.
 
-        ``value``: new values of this rank's part of the fp32 weights or, with ``optim_state_key``, of this optimizer
-        state.
+        ``value``: new values of this rank's part: of its fp32 weights or, with ``optim_state_key``, of this state.
         """
         if not param.requires_grad:
             return

@@ -96,10 +96,10 @@ def _hold_same_parameters(
 def _spanning_grid(
     grid: Grid, local: Partition, placements_by_tp_rank: Sequence[Placements], specs: Mapping[str, MatrixSpec]
 ) -> Partition:
-    """Return this rank's partition ``local``, in which parameters that tensor parallelism splits are whole matrices.
+    """Return partition ``local`` of this rank, extended so that the matrices that tensor parallelism splits are whole.
 
-    All ranks of ``grid`` share them. ``placements_by_tp_rank``: for each tensor-parallel rank, {parameter name:
-    placement} in the same partition.
+    All ranks of ``grid`` share these matrices. ``placements_by_tp_rank``: for each tensor-parallel rank, {parameter
+    name: placement} in the same partition.
     """
     rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
     t = next(t for t, line in enumerate(grid.lines) if rank in line)
