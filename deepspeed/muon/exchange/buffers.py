@@ -100,7 +100,7 @@ class BucketBuffers:
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
     """Return the elements of ``tensor`` that ``copy`` selects, which are equally spaced rows, as a 1-D tensor.
 
-    The result is a view of ``tensor`` if there is one row. Otherwise it is a copy in the buffer ``name`` of ``work``.
+    The result is a view of ``tensor`` if there is one row. Otherwise it is a copy in ``work``, under the key ``name``.
     """
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)

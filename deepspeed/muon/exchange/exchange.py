@@ -174,7 +174,8 @@ class Exchange:
     def _open(self, plan: Plan, operation: Open, storage: Tensor, others: Mapping[int, BucketBuffers]) -> BucketBuffers:
         """Return the buffers of the bucket that ``operation`` opens, as views of the 1-D tensor ``storage``.
 
-        ``others``: {bucket index: buffers} of buckets opened before, whose results this bucket may send.
+        ``others``: {bucket index: buffers} of buckets opened before. A bucket of results takes its matrices from one of
+        them.
         """
         bucket = plan.buckets[operation.bucket]
         matrices, outbox, inbox = storage[: operation.numel].split(bucket.buffer_sizes)

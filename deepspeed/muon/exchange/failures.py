@@ -29,6 +29,7 @@ class _Steps:
     """This process's current or latest step. Steps are numbered from 1, equally on all ranks.
 
     ``began``: time of :func:`time.monotonic` at the start. ``is_left``: whether the process has ended the step.
+    ``has_failed``: whether an exception ended it.
     """
 
     number = 0

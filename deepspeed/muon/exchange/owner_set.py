@@ -35,7 +35,7 @@ def owner_ranks(group: Any, size: int) -> tuple[int, ...]:
 
 
 def owner_group(group: Any, size: int) -> Any:
-    """Return the process group of the ranks in :func:`owner_ranks`.
+    """Return the process group of the ranks that :func:`owner_ranks` returns.
 
     Call :func:`~deepspeed.muon.exchange.groups.make_groups` for them first, unless they are all ranks of ``group``.
     """

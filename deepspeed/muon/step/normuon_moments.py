@@ -48,9 +48,9 @@ class SecondMoments:
         self.by_name = found
 
     def of_matrices(self, names: Sequence[str]) -> list[Tensor]:
-        """Return the second moments of the named matrices, fp32 ``[outputs]`` each; an empty list without NorMuon.
+        """Return the second moments of the named matrices, fp32 ``[outputs]`` each: one for each output of the layer.
 
-        This rank must own the matrices.
+        An empty list without NorMuon. This rank must own the matrices.
         """
         return [self.by_name[name] for name in names] if self.is_used else []
 
