@@ -41,26 +41,25 @@ COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
 
 
 def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
-    """Compare the version, config and parameter routing of all ranks, and return what they agree on; a collective.
+    """Compare the version, config and parameters of all ranks, and return what they have in common; a collective.
 
-    Routing is the choice, for each parameter, between Muon and AdamW. The function runs twice: in :func:`bind_engine`,
-    and before ZeRO wraps the optimizer, because ZeRO's constructor calls collectives in the order of the routing.
-    A *stage* below is the part of the model that :func:`matrix_share` numbers.
+    A *stage* below is a pipeline stage. Under ``tp_mode: shard``, each tensor-parallel rank's shards of it count as a
+    stage of their own (:func:`matrix_share`).
 
     Returns:
         - ``bf16``: whether the devices of all ranks compute with bf16.
-        - ``races``: whether all ranks permit timing kernels to choose between them.
-        - ``shapes``: ``[rows, columns, count]`` for each shape of a matrix. ``count`` is the largest of any stage.
+        - ``races``: whether kernels may be chosen by timing them. It is false if one rank is in deterministic mode.
+        - ``shapes``: ``[rows, columns, count]`` for each shape of a Muon matrix; ``count`` is the largest of any stage.
         - ``ns_methods``: the values of ``ns_method`` that any parameter group uses.
         - ``groups``: the largest number of parameter groups in a stage.
         - ``matrices``: the number of Muon's matrices in the whole model.
-        - ``firsts``: the first rank of each stage.
+        - ``firsts``: the lowest rank of each stage.
         - ``ranks_per_node``: how many consecutive ranks share a host.
         - ``monitor``: whether DeepSpeed's monitor is enabled on rank 0.
 
     Raises:
         DisagreementError: the ranks differ, or some do not respond.
-        MuonConfigError: an option of the config has no effect in any stage.
+        MuonConfigError: a key in ``optimizer.params`` has no effect on the model.
     """
     agreed = agree(lambda: _facts(engine, optimizer), _judge_settings)
     if agreed["unused_options"]:
@@ -69,12 +68,13 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def bind_engine(engine: Any) -> None:
-    """Bind the optimizer to its engine, once DeepSpeed has wrapped the optimizer; a collective.
+    """Prepare an engine's optimizer for its first step, once DeepSpeed has wrapped the optimizer; a collective.
 
-    Binding reads how ZeRO shards the parameters, plans which rank orthogonalizes which matrix, and creates the state.
+    Read how ZeRO shards the parameters, plan which rank orthogonalizes which matrix, and create the optimizer's state.
 
     Raises:
-        UnsupportedError: deepspeed-muon does not support the engine's wrapper, tensor parallelism or attention.
+        UnsupportedError: deepspeed-muon does not support the engine's ZeRO wrapper or its tensor-parallel groups, or it
+            cannot clip attention logits (``qk_clip``).
         DisagreementError: the ranks differ in version, config or plan, or some do not respond.
     """
     optimizer = engine.basic_optimizer
@@ -127,15 +127,10 @@ def bind_engine(engine: Any) -> None:
 def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
     """Choose the dtype, method and kernels of Newton-Schulz, the same on all ranks; a collective.
 
-    If the choice is made by timing, all ranks measure at the same time, because they also step at the same time.
-
-    Args:
-        agreed: the result of :func:`agree_on_settings`.
-        device: where Newton-Schulz runs.
-        world_size: number of ranks that share the matrices.
+    ``agreed``: the result of :func:`agree_on_settings`. ``world_size``: number of ranks that divide the matrices.
 
     Raises:
-        DisagreementError: the measurement failed on some rank. All ranks raise this.
+        DisagreementError: timing the candidates failed on some rank. All ranks raise this.
     """
     shapes = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
     methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
@@ -149,9 +144,9 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
 
 
 def compare_plans(engine: Any) -> None:
-    """Compile the kernels, compare the ranks' plans, and make the process groups that the plans need; a collective.
+    """Check that the ranks have equal plans of which rank orthogonalizes which matrix; a collective.
 
-    A plan says which ranks orthogonalize which matrix. Call this after every ``optimizer.bind``.
+    Also compile the kernels and make the plans' process groups. Call it after each call of ``MuonWithAuxAdam.bind``.
 
     Raises:
         DisagreementError: ranks that hold the same parameters have different plans or choices for Newton-Schulz.
@@ -201,13 +196,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:
-    """Return what :func:`agree_on_settings` returns, or ``{"error": text}`` if the ranks differ.
-
-    Version and config must be equal on all ranks. Routing and parameters must be equal on the ranks of one stage.
-
-    Args:
-        facts: for each rank, the result of ``_facts``.
-    """
+    """Compare the settings (``_facts``) of all ranks; return what they have in common, or ``{"error": text}``."""
     of_all = {
         "version": "the deepspeed-muon version",
         "config": "ranks {ranks} have other optimizer.params than rank {first}; read one config on all ranks",
@@ -247,12 +236,9 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
 
 def _judge_kernels(facts: list[Facts]) -> Facts:
-    """Return {device type: why no rank uses its fast kernels}, such as ``{"cpu": "rank 1: there is no C++ compiler"}``.
+    """Merge the dicts {device type: why fast kernels cannot be used there, or ``None``} of all ranks into one.
 
-    The reason is ``None`` if every rank can use them. One rank that cannot is enough to disable them on all ranks.
-
-    Args:
-        facts: for each rank, {device type: why this rank cannot use the fast kernels, or ``None``}.
+    A kernel that one rank cannot use is not used on any rank: ``{"cpu": "rank 1: there is no C++ compiler"}``.
     """
     unavailable: Facts = {}
     for rank, stated in enumerate(facts):

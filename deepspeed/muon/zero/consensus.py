@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agreement between ranks.
 
-:func:`agree` compares the ranks before anything is built, through the rendezvous store. A rank that runs another
-optimizer would not join a collective; if it does not answer, the other ranks raise an error that names it.
-:func:`raise_on_all_ranks` runs work that may fail on one rank. If it fails, all ranks raise, because the others would
-wait for that rank in their next collective.
+:func:`agree` compares the ranks through torch's rendezvous store, before anything is built. Collectives would hang if
+a rank runs another optimizer. :func:`raise_on_all_ranks` makes an error on one rank an error on all ranks.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ _open_comparison = 0
 def agree(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
     """Send every rank's facts to rank 0, and return ``reduce(all facts)`` on every rank; a collective.
 
-    The facts of a rank are a dict of JSON values, such as its settings. They travel through torch's rendezvous store.
+    Facts are a dict of JSON values, such as a rank's settings. They travel through torch's rendezvous store.
 
     Args:
-        local_facts: returns this rank's facts. The call may take minutes, and may raise.
-        reduce: called on rank 0 only, with a list of every rank's facts. If the dict it returns has the key ``error``,
-            all ranks raise DisagreementError with that text.
+        local_facts: returns this rank's facts. It may take minutes, and may raise.
+        reduce: called on rank 0 with a list of all ranks' facts. If the dict that it returns has the key ``error``, all
+            ranks raise DisagreementError with that text.
 
     Raises:
         DisagreementError: ``reduce`` returned an error, ``local_facts`` raised on some rank, or a rank did not respond
-            for ``DS_MUON_BIND_TIMEOUT`` seconds (120 by default).
+            within ``DS_MUON_BIND_TIMEOUT`` seconds (120 by default).
     """
     is_single = not torch.distributed.is_initialized()
     result = reduce([local_facts()]) if is_single else _agree_through_store(local_facts, reduce)
@@ -55,22 +53,17 @@ def agree(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
 
 
 def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Facts:
-    """Do the work of :func:`agree` with several ranks; return the dict that ``reduce`` returned on rank 0.
-
-    Each rank first sends an immediate sign of life, then its facts, which may take minutes to compute.
-
-    After a failure, one rank may build its optimizer again while the other ranks are in a later call. So each rank also
-    sends the name of its ``reduce`` function, by which rank 0 notices ranks in different calls. A rank skips calls that
-    the others have ended without it.
-    """
+    """Do the work of :func:`agree` for several ranks; return the dict that ``reduce`` returned on rank 0."""
     global _open_comparison
     seconds = float(os.environ.get("DS_MUON_BIND_TIMEOUT", "120"))
     whole_store = torch.distributed.distributed_c10d._get_default_store()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    # Skip comparisons that the other ranks have ended without this rank, after a failure.
     while whole_store.check([f"deepspeed_muon/{_open_comparison}/verdict"]):
         _open_comparison += 1
     store = torch.distributed.PrefixStore(f"deepspeed_muon/{_open_comparison}", whole_store)
-    store.set(f"here/{rank}", "")
+    store.set(f"here/{rank}", "")  # announces the facts, which may take minutes to compute
+    # The kind shows rank 0 that a rank is in another comparison, after a failure.
     # Ranks with another version of this package compare the first of these names too, so it must not change.
     stated: Facts = {"kind": reduce.__qualname__}
     try:
@@ -94,9 +87,9 @@ def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fa
 
 
 def _reduce_on_rank_0(store: torch.distributed.Store, ranks: range, seconds: float, reduce: Reduce) -> Facts:
-    """Wait on rank 0 for the facts of all ranks (:func:`agree`), and return ``reduce(all facts)``.
+    """Wait on rank 0 for the facts of all ranks, and return ``reduce(all facts)``; ``{"error": text}`` if that fails.
 
-    Return ``{"error": text}`` instead if that fails. ``seconds``: how long to wait for each rank's first sign of life.
+    ``seconds``: time for each rank to announce that it takes part. Its facts may come later.
     """
     if silent := _unset_keys(store, [f"here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
@@ -111,7 +104,7 @@ def _reduce_on_rank_0(store: torch.distributed.Store, ranks: range, seconds: flo
     if differing := [rank for rank in ranks if stated[rank]["kind"] != stated[0]["kind"]]:
         return {
             "error": f"ranks {differing} are at another step of building the optimizer than rank 0, because a rank "
-            "failed before; look for the first error in the logs of all ranks, and build it again on all of them"
+            "failed before; look for the first error in the logs of all ranks, fix it, and start all ranks again"
         }
     try:
         return reduce([one["facts"] for one in stated])
@@ -142,13 +135,14 @@ def _silence(ranks: list[int]) -> str:
 
 
 def differences(facts: list[Facts], titles: dict[str, str], within: str = "") -> Facts:
-    """Compare facts between ranks, and return ``{"error": text}`` that names ranks which differ; ``{}`` if none do.
+    """Compare facts between ranks. Return ``{"error": text}`` that names ranks which differ; ``{}`` if all are equal.
 
     Args:
-        facts: a dict for each rank, in the order of ranks.
-        titles: {key of a fact to compare: text for the error}. A text that contains ``{ranks}`` and ``{first}`` is the
-            whole error. Any other text is the fact's name, to which the ranks' values are added.
-        within: key of a fact. Ranks are compared only with ranks that have the same value of this fact. By default all
+        facts: the facts of each rank, in the order of ranks.
+        titles: {key of a fact to compare: text}. The text is a whole error, in which ``{ranks}`` and ``{first}`` are
+            replaced by the ranks that differ and the rank from which they differ. Without these placeholders it is a
+            title, such as ``the version`` for the error "the version differs: rank 0 has 1, ranks [1] have [2]".
+        within: key of a fact. Only ranks with the same value of this fact are compared with one another. By default all
             ranks are compared.
     """
     teams = ranks_by_value(stated.get(within) for stated in facts).values()
@@ -165,13 +159,10 @@ def differences(facts: list[Facts], titles: dict[str, str], within: str = "") ->
 
 
 def raise_on_all_ranks(act: Callable[[], Result], explain: Callable[[str], Exception]) -> Result:
-    """Call ``act`` on this rank and return its result; if ``act`` raises on any rank, raise on all ranks. A collective.
+    """Return ``act()`` if it succeeds on every rank; if it raises on any rank, raise on all ranks. A collective.
 
     Use it for work that may fail on one rank, so that the other ranks do not wait forever in their next collective.
-
-    Args:
-        act: work without collectives.
-        explain: makes the exception to raise from a text such as ``rank 1: disk full``.
+    ``act`` must not call collectives. ``explain`` makes the exception from a text such as ``rank 1: disk full``.
     """
     result, error, text = None, None, None
     try:
@@ -192,9 +183,9 @@ def with_type(error: BaseException) -> str:
 
 
 def _join_messages(texts: list[str | None]) -> str:
-    """Return the error messages of all ranks as one text, such as ``rank 0: disk full; ranks 1, 2: no such file``.
+    """Join the ranks' error messages, such as ``rank 0: disk full; ranks 1, 2: no such file``.
 
-    If all ranks have the same message, return it without the ranks. ``texts``: for each rank its message, or ``None``.
+    ``texts``: each rank's message; ``None`` for a rank without an error. If all ranks have the same message, return it.
     """
     if len(set(texts)) == 1:
         return str(texts[0])

@@ -15,10 +15,10 @@ TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schu
 
 
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``DeepSpeedEngine._take_model_step``: run the original, and record every ``monitor_interval``-th step.
+    """Replace ``DeepSpeedEngine._take_model_step``: call the original, and measure the step if the config asks for it.
 
-    Also time the phases of the step under ``wall_clock_breakdown``. After the step, free the scratch memory on an
-    accelerator, and log a skipped step if DeepSpeed does not.
+    Every ``monitor_interval``-th step is recorded in DeepSpeed's monitor. ``wall_clock_breakdown`` times the phases of
+    each step. A skipped step is logged unless DeepSpeed logs it.
     """
     optimizer = engine.basic_optimizer
 
@@ -42,19 +42,13 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _logs_skipped_steps(wrapper: Any) -> bool:
-    """Return whether the wrapper's loss scaler itself logs skipped steps.
-
-    DeepSpeed's static loss scaler does so from version 0.19.8 on.
-    """
+    """Return whether the loss scaler of a ZeRO wrapper logs skipped steps itself, as some versions of DeepSpeed do."""
     scaler = getattr(wrapper, "loss_scaler", None)  # if it logs, its code names log_dist or logger
     return scaler is not None and bool({"log_dist", "logger"} & set(type(scaler).update_scale.__code__.co_names))
 
 
 def _timed(timers: Any) -> Phase:
-    """Return a function: name of a phase -> context manager that times this phase.
-
-    ``timers``: the engine's ``SynchronizedWallClockTimer``. Its timer for the phase ``apply`` is named ``muon_apply``.
-    """
+    """Return a function ``phase``: ``with phase("apply"):`` times its block with DeepSpeed's timer ``muon_apply``."""
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a ds_config that the installed DeepSpeed reads, and the sections in which they belong.
-
-DeepSpeed silently ignores unknown top-level keys, so ``ds_muon`` warns about them.
-"""
+"""The keys and sections of a ds_config that the installed DeepSpeed reads. It silently ignores other top-level keys."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ MAX_PLACES = 3
 
 
 class _RecordingDict(UserDict, dict):  # type: ignore[misc]
-    """A dict that records in the set ``asked`` which keys are looked up. It stands in for a ds_config."""
+    """A ds_config that records in its attribute ``asked`` which keys DeepSpeed looks up."""
 
     def __init__(self, section: dict[str, Any]) -> None:
         self.asked: set[str] = set()
@@ -60,7 +57,7 @@ class _RecordingDict(UserDict, dict):  # type: ignore[misc]
 
 @functools.cache
 def _empty_config() -> tuple[Any, frozenset[str]]:
-    """Return (a ``DeepSpeedConfig`` made from a nearly empty ds_config, the top-level keys that DeepSpeed reads)."""
+    """Return (``DeepSpeedConfig`` of a nearly empty ds_config, top-level keys of a ds_config that DeepSpeed reads)."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     section = _RecordingDict({"train_micro_batch_size_per_gpu": 1})
@@ -73,10 +70,7 @@ def known_keys() -> frozenset[str]:
 
 
 def warn_of_unknown(keys: Iterable[str]) -> None:
-    """Log a warning for each of the ds_config's top-level ``keys`` that DeepSpeed does not read.
-
-    The warning names the section to which the key belongs, or a known key with a similar name.
-    """
+    """Log a warning for each top-level key of a ds_config that DeepSpeed does not read; say where the key belongs."""
     for key in [key for key in keys if key not in known_keys()]:
         advice = did_you_mean(key, sorted(known_keys()), "it has no effect")
         if place := place_of(key):
@@ -88,7 +82,7 @@ def warn_of_unknown(keys: Iterable[str]) -> None:
 
 @functools.cache
 def _sections() -> dict[str, dict[str, Any]]:
-    """Return {dotted path of a section: {key: type annotation}}, for each section that DeepSpeed parses with pydantic.
+    """Return {section: {key: type annotation}} for the sections that DeepSpeed parses with pydantic.
 
     For example, ``"zero_optimization.offload_optimizer"`` -> ``{"device": OffloadDeviceEnum, ...}``.
     """
@@ -115,16 +109,16 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def keys_of(path: str) -> Iterable[str]:
-    """Return the keys that DeepSpeed accepts in the section at a dotted ``path``, such as ``zero_optimization``.
+    """Return the keys that DeepSpeed accepts in a section, such as ``zero_optimization``.
 
-    Return an empty tuple if DeepSpeed does not check this section's keys.
+    Return an empty tuple if DeepSpeed does not check the keys of this section.
     """
     return _sections().get(path, ())
 
 
 @functools.cache
 def _places_by_key() -> dict[str, list[str]]:
-    """Return {key: phrases for the places where it may stand}, such as ``{"stage": ["in zero_optimization"]}``."""
+    """Return {key: the places in a ds_config where it is allowed}, such as ``{"stage": ["in zero_optimization"]}``."""
     from deepspeed.runtime import lr_schedules
 
     schedules = [inspect.signature(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES]
@@ -150,10 +144,7 @@ def place_of(key: str) -> str | None:
 
 
 def not_objects(section: Mapping[str, Any]) -> list[str]:
-    """Return an error message for each section of a ds_config whose value should be an object but is not.
-
-    Use it to explain a TypeError or AttributeError that DeepSpeed raises for such a section.
-    """
+    """Return an error message for each section of a ds_config whose value should be a JSON object but is not."""
     examples = {"zero_optimization": '{"stage": 2}', "scheduler": '{"type": ..., "params": ...}'}
     wrong = [key for key in OBJECTS.split() if key in section and not isinstance(section[key], Mapping)]
     text = "{}: got {!r}; expected an object, such as {}"

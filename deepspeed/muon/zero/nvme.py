@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states and parameters on NVMe, stage 3: what DeepSpeed's swapper needs, checked before it allocates.
+"""Optimizer states and parameters on NVMe at stage 3: checks of the settings, and access to swapped tensors.
 
-A sub-group whose partition has at least :func:`swap_threshold` bytes lives in one file per tensor. For its step
-DeepSpeed reads the files into pinned buffers, which become the storage of weights and states, and writes them back.
-Between steps these tensors are empty; they must stay the same objects, because DeepSpeed has registered them.
+DeepSpeed swaps each tensor of a sub-group to a file of its own. For the sub-group's step it reads the files into pinned
+buffers, which become the tensors' storage. Between steps the tensors are empty; they must stay the same objects.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """Check the settings for offload to NVMe before ZeRO allocates memory; do nothing without such offload.
 
     Raises:
-        UnsupportedError: lists all problems: too few or too small buffers, a folder that cannot be written, a missing
-            library, a limit of locked memory that is too low.
+        UnsupportedError: lists all problems, such as too few buffers, or a folder that cannot be written to.
     """
     config = engine._config
     asked = [name for name in ("offload_optimizer", "offload_param") if offload_device(config, name) == "nvme"]
@@ -67,10 +65,7 @@ Sizes = list[tuple[dict[str, Any], list[int]]]
 
 
 def _sub_group_sizes(engine: Any, group: dict[str, Any]) -> list[int]:
-    """Predict how stage 3 will divide a parameter group into sub-groups.
-
-    Return, for each sub-group, how many of its elements one rank will hold.
-    """
+    """Predict the sub-groups into which stage 3 divides a parameter group: one rank's elements of each."""
     limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(shard_group(engine, group))
     parts, sizes, open_size = [_elements_per_rank(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
@@ -82,10 +77,7 @@ def _sub_group_sizes(engine: Any, group: dict[str, Any]) -> list[int]:
 
 
 def _buffers_per_sub_group(group: dict[str, Any], config: Any) -> int:
-    """Return how many of the swapper's buffers one sub-group of a parameter group occupies during its step.
-
-    One buffer each holds the weights, the gradient, and every optimizer state that is swapped.
-    """
+    """Return how many swap buffers a sub-group needs in its step: for weights, gradient and each swapped state."""
     if not group["use_muon"]:
         return 4
     return 2 if config.zero_config.save_muon_momentum_buffer_in_memory else 3
@@ -94,11 +86,8 @@ def _buffers_per_sub_group(group: dict[str, Any], config: Any) -> int:
 def buffers_needed(config: Any, sizes: Sizes) -> int:
     """Return the smallest ``offload_optimizer.buffer_count`` with which DeepSpeed's swapper can step every sub-group.
 
-    With ``pipeline_read`` the next sub-group occupies buffers too, with ``pipeline_write`` the previous one.
-
-    Args:
-        config: the engine's ``DeepSpeedConfig``.
-        sizes: (parameter group, elements that one rank has in each of its sub-groups), for each parameter group.
+    ``config``: the ``DeepSpeedConfig``. ``sizes``: each parameter group with one rank's elements of each of its
+    sub-groups, such as ``[(group, [1000, 600])]``.
     """
     section = config.zero_config.offload_optimizer
     needs = [
@@ -107,6 +96,7 @@ def buffers_needed(config: Any, sizes: Sizes) -> int:
         for numel in numels
         if 4 * numel >= swap_threshold(config)
     ]
+    # Sub-groups with buffers at the same time: also the next one while it is read, the previous while it is written.
     window = 1 + section.pipeline_read + section.pipeline_write
     return max((sum(needs[at : at + window]) for at in range(len(needs))), default=1)
 
@@ -132,7 +122,7 @@ def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]
     if section.buffer_size < largest:
         yield (
             f"zero_optimization.offload_param.buffer_size: got {section.buffer_size}; write {largest} or more, the "
-            "elements of the largest parameter that one rank holds"
+            "number of elements of the largest parameter that one rank holds"
         )
     itemsize = max((itemsize for _, itemsize in parts), default=4)
     yield from _lock_problems("offload_param.buffer_size", section.buffer_count * section.buffer_size * itemsize)
@@ -141,13 +131,13 @@ def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]
 def _lock_problems(key: str, wanted: int) -> Iterator[str]:
     """Yield an error message if this process may not lock ``wanted`` bytes of memory for DeepSpeed's buffers.
 
-    ``key``: key in ``zero_optimization`` that sets the number or size of these buffers.
+    ``key``: config key of the number or size of these buffers, for the message.
     """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY and wanted > limit and not _may_lock():
         yield (
             f"zero_optimization.{key}: the buffers lock {wanted:,} bytes of memory and the limit of this process is "
-            f"{limit:,}; raise it (ulimit -l unlimited), or write a smaller sub_group_size or buffer_size"
+            f"{limit:,}; raise this limit (ulimit -l unlimited), or write a smaller sub_group_size or buffer_size"
         )
 
 
@@ -161,10 +151,7 @@ def _may_lock() -> bool:
 
 
 def _path_problems(name: str, path: Any) -> Iterator[str]:
-    """Yield an error message if DeepSpeed cannot write files with direct I/O in the folder ``path``.
-
-    ``name``: section of the config that names this folder, ``offload_optimizer`` or ``offload_param``.
-    """
+    """Yield an error message if no file can be written with direct I/O in the ``nvme_path`` of the section ``name``."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         probe = Path(path) / f".deepspeed_muon_{os.getpid()}"
@@ -180,15 +167,12 @@ def _path_problems(name: str, path: Any) -> Iterator[str]:
 
 
 def _library_problems() -> Iterator[str]:
-    """Yield error messages if this DeepSpeed's NVMe swapper is too old, or its extension async_io cannot be built.
-
-    Before DeepSpeed 0.19.8 the pipelined swapper could not release buffers, and no tensor could be kept in memory.
-    DeepSpeed builds async_io, which needs libaio's headers, at first use, unless it was built during installation.
-    """
+    """Yield error messages if this DeepSpeed's NVMe swapper is too old, or its extension async_io cannot be built."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 
+    # Without this method no buffer can be released, and no tensor can be kept in memory.
     if not hasattr(PipelinedOptimizerSwapper, "release_swap_buffers"):
         yield (
             "zero_optimization: this DeepSpeed cannot offload Muon's states to NVMe; install DeepSpeed 0.19.8 or later"
@@ -202,9 +186,9 @@ def _library_problems() -> Iterator[str]:
 
 @contextmanager
 def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
-    """Load the flat fp32 weights of sub-group ``index`` from NVMe into memory, and yield them.
+    """Load the flat fp32 weights of sub-group ``index`` from NVMe, and yield them.
 
-    When the context ends, write the weights and states back. A sub-group that DeepSpeed does not swap is only yielded.
+    When the context ends, write weights and states back. If DeepSpeed keeps the sub-group in memory, only yield them.
     """
     flat, is_swapped = wrapper.fp32_partitioned_groups_flat[index], wrapper._swappable_optimizer_subgroup(index)
     if is_swapped:
@@ -216,12 +200,10 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
 
 
 def mapped_if_swapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor to save in a checkpoint: ``tensor`` itself or, if it is swapped out, a memory map of its file.
+    """Return a tensor to save in a checkpoint: ``tensor`` or, if it is swapped out, a 1-D fp32 memory map of its file.
 
-    Args:
-        wrapper: DeepSpeed's stage-3 optimizer.
-        flat: the flat fp32 weights of a sub-group.
-        tensor: ``flat``, or one of the sub-group's optimizer states.
+    ``wrapper``: DeepSpeed's stage-3 optimizer. ``flat``: a sub-group's flat fp32 weights. ``tensor``: these weights, or an
+    optimizer state of the same sub-group.
     """
     info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
     paths = [entry.swap_path for entry in info.tensors if entry.compute_tensor is tensor] if info else []
@@ -233,10 +215,7 @@ def mapped_if_swapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
 
 
 def saved_swap_folder(engine: Any, folder: Path) -> Path:
-    """Return the folder for this rank's swap files in a checkpoint of an older version of this package.
-
-    ``folder``: the checkpoint's folder.
-    """
+    """Return this rank's folder of swap files in ``folder``, a checkpoint of an older version of this package."""
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
@@ -256,12 +235,10 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace the swapper's ``swap_out_optimizer_state``: call the original, then empty the tensors that it wrote.
-
-    After pipelined writes DeepSpeed leaves these tensors pointing to the swapper's buffers, which the next sub-group
-    overwrites. A checkpoint would then save wrong values.
-    """
+    """Replace the swapper's ``swap_out_optimizer_state``: call the original, then empty the tensors that it wrote."""
     original(parameter, *args, **kwargs)
+    # After pipelined writes DeepSpeed leaves the tensors pointing to buffers, which the next sub-group overwrites. A
+    # checkpoint would then save wrong values.
     wrapper.optimizer_swapper.swap_params_info[parameter.ds_id].release_memory()
 
 
@@ -275,16 +252,13 @@ def forget_gradients(wrapper: Any) -> None:
 def prepare_with_zero_filled_grads(
     wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace the wrapper's ``_prepare_sub_group``: call the original, then zero the gradients of unused parameters.
-
-    DeepSpeed reads gradients into a buffer that it reuses. Without the zeros, a parameter that got no gradient would
-    train on another parameter's gradient.
-    """
+    """Replace the wrapper's ``_prepare_sub_group``: call the original, then zero the gradients of unused parameters."""
     result = original(sub_group_id, *args, **kwargs)
     if wrapper._swappable_optimizer_subgroup(sub_group_id):
         flat = wrapper.fp32_partitioned_groups_flat[sub_group_id]
         if flat.grad is None:
             flat.grad = torch.zeros_like(flat)
+        # DeepSpeed reads gradients into a buffer that holds those of other parameters.
         info, end = wrapper.optimizer_swapper.swap_params_info[flat.ds_id], 0
         spans = [(at, part.length) for at, part in info.swapped_gradients.items()]
         spans += [(at, part.numel()) for at, part in info.unswapped_gradients.items()]

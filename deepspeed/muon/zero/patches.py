@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Monkey-patches that are applied to DeepSpeed at import, and can be removed again.
 
-The adapters in ``zero/wrappers`` declare what is replaced later, for one engine with this Muon. Before anything is
-changed, activation checks that this DeepSpeed has every attribute that is ever replaced.
+The adapters in ``zero/wrappers`` replace further methods of a single engine or ZeRO wrapper.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def without_double_clipping(
 ) -> Any:
     """Return ``optimizer.params``, without ``max_grad_norm`` if ``gradient_clipping`` is set as well.
 
-    Both keys clip gradients by their norm. Log a warning if the key is removed.
+    Both keys clip gradients by their norm. Log a warning if ``max_grad_norm`` is removed.
     """
     if not params or "max_grad_norm" not in params or not gradient_clipping:
         return params
@@ -84,11 +83,8 @@ def without_double_clipping(
 
 
 def _keep_user_tags() -> None:
-    """Replace ``deepspeed.set_optimizer_flags``, which would overwrite the attributes ``use_muon`` that a user set.
-
-    The replacement only checks that ``muon_include`` and the other patterns match parameters. It is put in place when a
-    config is read, because :func:`install` runs before ``deepspeed/__init__.py`` defines the function.
-    """
+    """Replace ``deepspeed.set_optimizer_flags``, which would overwrite the ``use_muon`` attributes that a user set."""
+    # Not in install(), which runs before deepspeed/__init__.py defines the function.
     deepspeed = sys.modules["deepspeed"]
     flags = getattr(deepspeed, "set_optimizer_flags", None)
     if flags is None or getattr(flags, "keeps_user_tags", False):
@@ -125,9 +121,9 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
-    """Replace ``DeepSpeedEngine._configure_optimizer``: check a script's optimizer, and call the original.
+    """Replace ``DeepSpeedEngine._configure_optimizer``: check the script's optimizer, and call the original.
 
-    If the engine then has a MuonWithAuxAdam, bind the optimizer to the engine (:func:`bind_engine`).
+    If the engine's optimizer is a MuonWithAuxAdam, also call :func:`bind_engine`.
     """
     if client_optimizer is None:
         if is_muon(self.optimizer_name()) and self.has_moe_layers:
@@ -145,11 +141,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 
 
 def _import_stocks_muon() -> None:
-    """Import stock DeepSpeed's Muon without loading torch's compiler, which would take a second.
-
-    ZeRO imports this module to know the class. Functions in it that ``torch.compile`` decorates are compiled at their
-    first call instead.
-    """
+    """Import stock DeepSpeed's Muon, which ZeRO imports as well, without loading torch's compiler (one second)."""
 
     def compile_at_first_call(compile: Callable, *args: Any, **options: Any) -> Callable:
         if options or len(args) != 1:
@@ -162,7 +154,7 @@ def _import_stocks_muon() -> None:
 
 
 def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """Build an optimizer by calling ``build(model_parameters)``, a function of the script; check it and return it."""
+    """Return the optimizer that the script's function ``build`` makes from ``model_parameters``, checked."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)
@@ -170,15 +162,7 @@ def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """Check an optimizer that the script built, before DeepSpeed wraps it; a collective.
-
-    A MuonWithAuxAdam is checked by its own settings, which may differ from those in the ds_config.
-
-    Raises:
-        MuonConfigError: the config asks for Muon, but this is another optimizer; or a setting is wrong.
-        UnsupportedError: deepspeed-muon does not support the engine or a setting.
-        DisagreementError: the ranks have different settings, or some do not respond.
-    """
+    """Check an optimizer that the script built: its class, its settings, and that all ranks agree. A collective."""
     if not isinstance(optimizer, MuonWithAuxAdam):
         _refuse_other_optimizer(engine, type(optimizer))
         return
@@ -190,9 +174,9 @@ def _check_client(engine: Any, optimizer: Any) -> None:
 
 
 def _refuse_other_optimizer(engine: Any, kind: type) -> None:
-    """Raise MuonConfigError if the config asks for Muon, but the script passes an optimizer of another class, ``kind``.
+    """Raise MuonConfigError if the config asks for Muon, but the script passes an optimizer of class ``kind``.
 
-    Log a warning if the config does not ask for Muon, but ``kind`` is another implementation of Muon.
+    Otherwise log a warning if ``kind`` is another implementation of Muon.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
@@ -204,17 +188,15 @@ def _refuse_other_optimizer(engine: Any, kind: type) -> None:
     is_muon_by_name = "muon" in kind.__name__.lower() and not kind.__module__.startswith("deepspeed.")
     if is_muon_by_name and engine.zero_optimization() and engine.global_rank == 0:
         logger.warning(
-            "deepspeed-muon: the script passes another Muon, %s. ZeRO gives it flat vectors instead of matrices, "
-            'so it may not orthogonalize; pass no optimizer, and set optimizer.type to "Muon" in ds_config.json',
+            "deepspeed-muon: the script passes another Muon, %s. Under ZeRO this optimizer gets flat vectors instead "
+            'of matrices and may not orthogonalize; pass no optimizer, and set optimizer.type to "Muon" in '
+            "ds_config.json",
             name,
         )
 
 
 def _check_before_zero(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Check the optimizer against the config and the other ranks, before ZeRO allocates memory; a collective.
-
-    Also disable ``zero_optimization.elastic_checkpoint``, with a warning.
-    """
+    """Check the optimizer against the config and the other ranks, before ZeRO allocates memory; a collective."""
     settings = engine._config.zero_config
     if settings.elastic_checkpoint and engine.zero_optimization_stage() in (1, 2):
         settings.elastic_checkpoint = False  # DeepSpeed cannot load AdamW's either
@@ -225,15 +207,12 @@ def _check_before_zero(engine: Any, optimizer: MuonWithAuxAdam) -> None:
             )
     check_schedule(engine, optimizer)
     check_nvme(engine, optimizer)
-    agree_on_settings(engine, optimizer)
+    agree_on_settings(engine, optimizer)  # ZeRO's constructor calls collectives in the order of the parameters
 
 
 def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.compile``: raise UnsupportedError for DeepCompile, otherwise call the original.
-
-    DeepCompile's gradients would bypass the optimizer.
-    """
-    if self.is_deepcompile_enabled():
+    """Replace ``DeepSpeedEngine.compile``: raise UnsupportedError for DeepCompile, otherwise call the original."""
+    if self.is_deepcompile_enabled():  # its gradients would bypass the optimizer
         raise UnsupportedError(f"compile.deepcompile: DeepCompile {ON_GPUS}")
     return original(self, *args, **kwargs)
 
@@ -241,8 +220,7 @@ def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
     """Replace ``DeepSpeedEngine._get_optimizer_param``, which ``get_lr`` and ``get_mom`` call.
 
-    Return one value for each parameter group that the user passed. The optimizer itself has more groups, because it
-    splits each of these into a group for Muon and one for AdamW.
+    Return one value for each parameter group that the user passed. The optimizer has split each of them in two.
     """
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
@@ -275,10 +253,7 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_muon(function: Callable) -> Callable:
-    """Return a replacement for an engine's method: it calls ``function(original, engine, ...)`` in engines with Muon.
-
-    In every other engine the replacement calls ``original``.
-    """
+    """Limit ``function`` to engines with a MuonWithAuxAdam: for other engines, call the method that it replaces."""
 
     @functools.wraps(function)
     def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -356,9 +331,9 @@ def uninstall() -> None:
 
 
 def activate() -> None:
-    """Call :func:`install` when the package is imported, but do not raise if this DeepSpeed lacks an attribute.
+    """Call :func:`install` when the package is imported. If this DeepSpeed lacks an attribute, only log the error.
 
-    Instead log the error, and raise it later in an engine whose config asks for Muon.
+    The error is raised later, in an engine whose config asks for Muon.
     """
     try:
         install()
@@ -377,11 +352,10 @@ def activate() -> None:
 def seam_states() -> dict[str, str]:
     """Return {attribute of DeepSpeed that this package replaces: its state}, for all of :data:`SEAMS`.
 
-    The state is ``"missing"`` if this DeepSpeed lacks the attribute, otherwise one of:
-
+    - ``"missing"``: this DeepSpeed lacks the attribute.
     - ``"in use"``: the attribute is replaced now.
     - ``"ready"``: it will be replaced for an engine with Muon, or during a save or load.
-    - ``"present"``: it is not replaced, because :func:`install` was not called or some attribute is missing.
+    - ``"present"``: it is not replaced, because :func:`install` was not called or another attribute is missing.
     """
     states = {str(seam): "present" if seam.exists() else "missing" for seam in SEAMS}
     if _undo and "missing" not in states.values():

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a ds_config from a file as an engine would, without building an engine; name this machine's accelerator.
-
-The file is JSON, Hjson or YAML. A file that contains no ds_config is refused.
-"""
+"""Read a ds_config from a JSON, Hjson or YAML file, checked as an engine would; describe this machine's accelerator."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
         path: the file's name, for errors.
         section: the ds_config in the file, from :func:`find_ds_config`.
         world_size: number of data-parallel ranks.
-        stage: ZeRO stage to use instead of the config's; ``None`` keeps the config's.
+        stage: ZeRO stage to use instead of the config's, unless it is ``None``.
 
     Raises:
         SettingsError: DeepSpeed refuses a value, or the optimizer is not Muon.
@@ -108,12 +105,9 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:
-    """Yield sentences on what a forecast assumes about a ds_config, or does not check.
+    """Yield sentences for the user on what a forecast assumes about a ds_config, or does not check.
 
-    Args:
-        autos: keys of ``optimizer.params`` whose value is "auto".
-        defaults: dotted paths of the other keys whose value is "auto".
-        stock: the ``DeepSpeedConfig``.
+    ``autos``: keys of ``optimizer.params`` whose value is "auto". ``defaults``: dotted paths of other such keys.
     """
     texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
     texts += [f"{', '.join(defaults)} taken as DeepSpeed's defaults"] if defaults else []
@@ -123,7 +117,7 @@ def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[
     if renames_parameters(stock):
         yield "expert_parallel: predicted as if every rank had all experts, with the names that they have in --model"
     if stock.tensor_parallel_config.autotp_size > 1:
-        yield "tensor_parallel: predicted as if all ranks were data-parallel; each holds and owns as much either way"
+        yield "tensor_parallel: predicted as if all ranks were data-parallel; a rank's memory and work are the same"
     if stock.bfloat16_config.bf16_optimizer_states:
         yield "bf16.bf16_optimizer_states: states in bf16 are counted as if they were fp32"
     if "nvme" in (offload_device(stock, "offload_optimizer"), offload_device(stock, "offload_param")):
@@ -131,11 +125,7 @@ def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[
 
 
 def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return (``optimizer.type`` as written, ``optimizer.params``) of a ds_config.
-
-    Raises:
-        SettingsError: the type is not Muon, or ``params`` is not an object.
-    """
+    """Return (``optimizer.type``, ``optimizer.params``) of a ds_config; raise SettingsError if the type is not Muon."""
     optimizer = section.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(name, str) or not is_muon(name):
@@ -147,10 +137,7 @@ def _require_muon(path: str, section: dict[str, Any]) -> tuple[str, dict[str, An
 
 
 def _hint(section: dict[str, Any], name: Any) -> str:
-    """Return advice for a ds_config whose ``optimizer.type`` is not Muon, such as ``"did you mean Muon?"``.
-
-    ``section``: the whole ds_config. ``name``: its ``optimizer.type``.
-    """
+    """Return advice for a ds_config whose optimizer type is ``name`` and not Muon, such as ``"did you mean Muon?"``."""
     near = nearest("optimizer", section.keys() - {"optimizer"})
     if near and section.get("optimizer") is None:
         return f"did you mean optimizer instead of {near}?"
@@ -159,9 +146,9 @@ def _hint(section: dict[str, Any], name: Any) -> str:
 
 
 def _drop_autos(section: dict[str, Any], prefix: str, dropped: list[str]) -> dict[str, Any]:
-    """Return a copy of the section without keys whose value is "auto", also in nested sections.
+    """Return a copy of a section without keys whose value is "auto"; append their dotted paths to ``dropped``.
 
-    Append the dotted paths of these keys to ``dropped``. ``prefix``: dotted path of the section, such as ``"fp16."``.
+    ``prefix``: dotted path of the section, such as ``"fp16."``.
     """
     kept = {}
     for key, value in section.items():
@@ -175,10 +162,7 @@ def _drop_autos(section: dict[str, Any], prefix: str, dropped: list[str]) -> dic
 
 
 def _stock_config(path: str, section: dict[str, Any]) -> Any:
-    """Return the ``DeepSpeedConfig`` that DeepSpeed makes of a ds_config.
-
-    ``path``: the file's name, for errors. Errors of DeepSpeed are raised as SettingsError.
-    """
+    """Return the ``DeepSpeedConfig`` of a ds_config; raise SettingsError with the reason if DeepSpeed refuses it."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
@@ -196,11 +180,9 @@ def _stock_config(path: str, section: dict[str, Any]) -> Any:
 
 
 def _explain(title: str, item: dict[str, Any]) -> str:
-    """Return a message of one line about a wrong key or value: what is written, and what is allowed or meant.
+    """Return a line for the user about a key or value that DeepSpeed refuses: what is written, and what is allowed.
 
-    Args:
-        title: name of the class of DeepSpeed that refuses the value, such as ``DeepSpeedZeroConfig``.
-        item: one error from ``pydantic.ValidationError.errors()``.
+    ``title``: DeepSpeed's class for the section, such as ``DeepSpeedZeroConfig``. ``item``: one of pydantic's errors.
     """
     path = [name for name in (SECTION_OF.get(title, title), *map(str, item["loc"])) if name]
     key, value = ".".join(path), item["input"]
@@ -224,15 +206,13 @@ def _explain(title: str, item: dict[str, Any]) -> str:
 def parse_file(path: str) -> dict[str, Any]:
     """Return the object in a JSON, Hjson or YAML file as a dict.
 
-    Text without an outer brace is parsed as YAML. If that fails, it is parsed as Hjson, as DeepSpeed does. Hjson is not
-    tried first, because it accepts most YAML but reads nested sections as strings.
-
     Raises:
         SettingsError: the file cannot be read, or does not contain an object.
     """
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     try:
+        # YAML before Hjson, which accepts most YAML but reads nested sections as strings.
         text = Path(path).read_text(encoding="utf-8-sig")
         is_yaml = Path(path).suffix in (".yaml", ".yml") or not _BRACED.match(text)
         section = _parse_yaml(path, text) if is_yaml else None
@@ -248,11 +228,7 @@ def parse_file(path: str) -> dict[str, Any]:
 
 
 def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the ds_config in a parsed file: the whole file, or the only nested object that is a ds_config.
-
-    Args:
-        path: the file's name, for errors.
-        section: the file's content, from :func:`parse_file`.
+    """Return the ds_config in a parsed file: all of its content ``section``, or the only ds_config nested in it.
 
     Raises:
         SettingsError: the file contains no ds_config, or several. The message says which file to give instead.
@@ -316,10 +292,7 @@ def _is_ds_config(section: Mapping[str, Any]) -> bool:
 def _nested_ds_configs(
     section: Mapping[str, Any], prefix: str = "", level: int = 1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (dotted path, ds_config) for each ds_config nested in an object, at most :data:`MAX_DEPTH` levels deep.
-
-    ``prefix``: dotted path of the object, such as ``"training."``. ``level``: depth of the object's keys.
-    """
+    """Yield (dotted path, ds_config) for each ds_config that is nested in an object, at most :data:`MAX_DEPTH` deep."""
     for key, value in section.items():
         if isinstance(value, dict) and _is_ds_config(value):
             yield f"{prefix}{key}", value
@@ -330,30 +303,21 @@ def _nested_ds_configs(
 def _parse_yaml(path: str, text: str) -> Any:
     """Return the value of a YAML text; ``None`` if the text is not valid YAML, because it may be Hjson.
 
-    ``path``: the file's name, for errors.
-
-    Raises:
-        SettingsError: PyYAML is not installed.
-        ValueError: a key occurs twice in one object.
+    Raise SettingsError if PyYAML is not installed, and ValueError if a key occurs twice in one object.
     """
     try:
         import yaml
     except ImportError:
         raise SettingsError(f"--config {path}: PyYAML is needed to read YAML; run pip install pyyaml") from None
 
+    # Refuses a key that occurs twice, reads 1e-4 as a number (YAML 1.2), and leaves dates as strings.
     class Loader(yaml.SafeLoader):
-        """PyYAML's safe loader, changed to refuse a key that occurs twice.
-
-        It also reads 1e-4 as a number, as YAML 1.2 does, and leaves dates as strings, as JSON does.
-        """
-
         yaml_implicit_resolvers = {
             first: [(tag, regexp) for tag, regexp in found if tag != "tag:yaml.org,2002:timestamp"]
             for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """Return the mapping of a YAML node as the base class does; raise ValueError if a key occurs twice."""
             keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag[-6:] != ":merge"]
             if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
                 raise ValueError(f"keys that occur twice: {twice}")
@@ -371,7 +335,7 @@ def _parse_yaml(path: str, text: str) -> Any:
 
 
 def accelerator() -> dict[str, Any]:
-    """Return a description of the accelerator that DeepSpeed has found on this machine.
+    """Return facts on this machine's accelerator.
 
     For example ``{"kind": "cuda", "count": 8, "name": "NVIDIA H100", "backend": "nccl"}``.
     """

@@ -24,9 +24,7 @@ SECTIONS = {
 def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
     """Raise UnsupportedError if deepspeed-muon does not support some settings; the error lists all of them.
 
-    Args:
-        config: the engine's ``DeepSpeedConfig``.
-        settings: the optimizer's settings. They may differ from the config's if the script built the optimizer.
+    ``settings``: those of the optimizer, which may differ from the ds_config's if the script built the optimizer.
     """
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
     problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, settings)]
@@ -35,10 +33,7 @@ def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
 
 
 def _setting(config: Any, key: str, default: Any = None) -> Any:
-    """Return the value of a ``DeepSpeedConfig`` at a dotted path, such as ``zero_optimization.stage``.
-
-    Return ``default`` if the value is ``None`` or the path does not exist.
-    """
+    """Return the value at a dotted path, such as ``zero_optimization.stage``; ``default`` if there is none."""
     section, *names = key.split(".")
     for name in (SECTIONS.get(section, section), *names):
         config = getattr(config, name, None)
@@ -48,9 +43,9 @@ def _setting(config: Any, key: str, default: Any = None) -> Any:
 
 
 def offload_device(config: Any, section: str) -> str:
-    """Return ``"cpu"``, ``"nvme"`` or ``"none"``: where a ``DeepSpeedConfig`` offloads to.
+    """Return ``"cpu"``, ``"nvme"`` or ``"none"``: the device to which a ``DeepSpeedConfig`` offloads.
 
-    ``section``: ``"offload_optimizer"`` or ``"offload_param"``.
+    ``section``: either ``"offload_optimizer"`` or ``"offload_param"``.
     """
     device = _setting(config, f"zero_optimization.{section}.device", "none")
     return str(getattr(device, "value", device))
@@ -73,16 +68,13 @@ def is_bf16_optimizer(config: Any) -> bool:
 
 
 def _is_scaled(config: Any) -> bool:
-    """Return whether DeepSpeed scales the loss when fp16 autocast runs a bf16 model."""
+    """Return whether DeepSpeed would scale the loss of a bf16 model that runs under ``torch_autocast`` in fp16."""
     is_on_accelerator = offload_device(config, "offload_optimizer") == "none"
     return _stage(config) > 0 and not (is_bf16_optimizer(config) and is_on_accelerator)
 
 
 def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
-    """Return a :data:`Rule` that refuses a config in which the dotted key ``key`` is set to a true value.
-
-    ``advice``: what to change. ``first_stage``: lowest ZeRO stage at which the rule applies.
-    """
+    """Return a :data:`Rule` that refuses a true value of the dotted ``key``, from ZeRO stage ``first_stage`` on."""
     return key, lambda c: bool(_setting(c, key)) and _stage(c) >= first_stage, advice
 
 
@@ -178,18 +170,12 @@ def _momentum_problems(config: Any, settings: MuonConfig) -> Iterator[str]:
 
 
 def renames_parameters(config: Any) -> bool:
-    """Return whether ``deepspeed.initialize`` will replace parameters by new ones with other names and shapes.
-
-    AutoEP (``expert_parallel``) does so.
-    """
+    """Return whether AutoEP (``expert_parallel``) will replace parameters by new ones with other names and shapes."""
     return bool(_setting(config, "expert_parallel_config.enabled"))
 
 
 def refuse_engine(engine: Any) -> None:
-    """Raise UnsupportedError if deepspeed-muon does not support the engine's parallelism; the error lists all reasons.
-
-    Only some forms of pipelines, model-parallel units (mpu), sequence parallelism and experts are supported.
-    """
+    """Raise UnsupportedError with all problems if deepspeed-muon does not support the engine's kinds of parallelism."""
     if problems := list(_engine_problems(engine)):
         raise UnsupportedError("deepspeed-muon does not support this engine yet: " + "; ".join(problems))
 
@@ -213,16 +199,15 @@ def refuse_universal(engine: Any) -> None:
 
 
 def refuse_qk_clip(engine: Any) -> None:
-    """Raise UnsupportedError for an engine whose attention logits ``qk_clip`` cannot observe (sequence parallelism)."""
+    """Raise UnsupportedError if the engine uses sequence parallelism, with which ``qk_clip`` cannot observe logits."""
     if _uses_sequence_parallelism(engine):
         raise UnsupportedError(
-            "optimizer.params.qk_clip: not supported with sequence parallelism, where a rank computes attention "
-            "for other heads than those of its weights; remove qk_clip"
+            "optimizer.params.qk_clip: not supported with sequence parallelism, where ranks exchange attention "
+            "heads; remove qk_clip"
         )
 
 
 def _uses_sequence_parallelism(engine: Any) -> bool:
-    """Return whether the engine divides each sequence among several ranks."""
     return (getattr(engine, "sequence_parallel_size", 1) or 1) > 1
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section ``scheduler`` of a ds_config: what it sets, and how to build a scheduler that keeps the groups' ratio.
+"""The section ``scheduler`` of a ds_config: what it sets, and how to build its scheduler for groups with unequal rates.
 
 A learning rate in a DeepSpeed schedule, such as ``warmup_max_lr``, means ``lr`` if the config sets it, otherwise
-``muon_lr``; every group gets it in proportion to its own rate. A list has one value per group that the user passed, or
-one per group into which the optimizer has split these.
+``muon_lr``. Each parameter group gets the rate in proportion to its own ``lr``. A list has one value for each group
+that the user passed, or for each of the groups (Muon's and AdamW's) into which the optimizer has split these.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MOMENTUM_KEYS = {
 
 
 class Schedule(NamedTuple):
-    """What the section ``scheduler`` of a ds_config sets, including the schedule's defaults.
+    """What the section ``scheduler`` of a ds_config sets, with the schedule's own defaults filled in.
 
     Attributes:
         rate_key: the parameter that sets the learning rate, such as ``"warmup_max_lr"``; empty if there is none.
         rate: the value of that parameter; ``None`` if there is none.
         momenta: (lowest, highest momentum) if the schedule cycles the momentum, otherwise ``None``.
-        is_asked: whether the section itself contains ``cycle_momentum``.
+        is_asked: whether the section contains the key ``cycle_momentum``, so that ``momenta`` is not only a default.
     """
 
     rate_key: str = ""
@@ -62,10 +62,7 @@ class Schedule(NamedTuple):
 
 
 def read_schedule(section: Any) -> Schedule:
-    """Return what the section ``scheduler`` of a ds_config sets.
-
-    ``section``: the section's value; ``None`` if the config has no such section.
-    """
+    """Return what the section ``scheduler`` of a ds_config sets. ``section`` may be ``None``: the config has none."""
     name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
     params = section.get("params") if name else None
     values = _defaults(name) | dict(params if isinstance(params, Mapping) else {})
@@ -87,10 +84,7 @@ def momentum_note(schedule: Schedule) -> str:
 
 
 def rate_warning(schedule: Schedule, config: MuonConfig) -> str:
-    """Return a warning if the schedule overrides a different learning rate in ``optimizer.params``.
-
-    Return an empty string if there is nothing to warn about.
-    """
+    """Return a warning if the schedule overrides another learning rate in ``optimizer.params``; otherwise ``""``."""
     # As in `MuonConfig.reference_lr`, which is the rate that a schedule replaces.
     rates = {"lr": config.lr, "muon_lr": config.muon_group()["lr"], "adam_lr": config.adam_group()["lr"]}
     key, lr = next(((key, lr) for key, lr in rates.items() if lr), ("", 0.0))
@@ -120,9 +114,9 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
-    """Replace ``DeepSpeedEngine._scheduler_from_config``: build the schedule with one learning rate for each group.
+    """Replace ``DeepSpeedEngine._scheduler_from_config``: keep the ratios of the parameter groups' learning rates.
 
-    A learning rate in the config is turned into a list, whose values keep the ratio of the groups' learning rates.
+    A learning rate in the config becomes a list with one rate for each group.
 
     Raises:
         MuonConfigError: the length of a list in the config is not the number of parameter groups.
@@ -143,10 +137,10 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
 
 
 def configure_scheduler(original: Callable, engine: Any) -> None:
-    """Replace ``DeepSpeedEngine._configure_lr_scheduler``: call a scheduler function with ``optimizer.given``.
+    """Replace ``DeepSpeedEngine._configure_lr_scheduler`` for scripts that pass a function ``optimizer -> scheduler``.
 
-    A script may pass a function ``optimizer -> scheduler`` to ``deepspeed.initialize``. The function then sees the
-    parameter groups as the user passed them, not as the optimizer has split them.
+    The function gets ``optimizer.given``, which has the parameter groups that the user passed. The optimizer itself has
+    split them into groups for Muon and for AdamW.
     """
     ours, client = engine.basic_optimizer, engine.client_lr_scheduler
     if callable(client):  # an absolute rate, such as eta_min, would make Muon's and AdamW's rates equal
@@ -168,19 +162,16 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     numbers = [key for key in ABSOLUTE_RATES[name] if isinstance(params.get(key), (int, float)) and params[key]]
     if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
         logger.warning(
-            f"deepspeed-muon: {', '.join(numbers)} of the scheduler sets Muon's learning rate, because "
-            f"optimizer.params has no lr; AdamW's rate is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} times Muon's. Set "
-            "lr in optimizer.params to give both the same rate"
+            f"deepspeed-muon: {', '.join(numbers)} in scheduler.params sets Muon's learning rate, because "
+            f"optimizer.params has no lr; AdamW's rate is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} times Muon's. To "
+            "give both the same rate, set lr in optimizer.params"
         )
     if name == "OneCycle" and params.get("cycle_momentum", True):
         _check_cycle(params, engine.global_rank == 0)
 
 
 def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
-    """Check the momentum that DeepSpeed's OneCycle cycles. ``params``: the parameters of the schedule.
-
-    Raise MuonConfigError if the momentum is outside [0, 1). Log a warning if ``decay_mom_rate`` will raise it to 1.
-    """
+    """Raise MuonConfigError if OneCycle's momentum is outside [0, 1); warn if ``decay_mom_rate`` will raise it to 1."""
     numbers = _defaults("OneCycle") | params
     for key in ("cycle_min_mom", "cycle_max_mom"):
         values = numbers[key] if isinstance(numbers[key], (list, tuple)) else [numbers[key]]
@@ -194,22 +185,16 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
         steps = math.ceil((1 / highest - 1) / rate * size)
         logger.warning(
             f"deepspeed-muon: scheduler.params.decay_mom_rate {rate:g} raises the first of AdamW's betas to 1 within "
-            f"{steps} steps after the cycle, and then training ends with an error; set it to 0 if the run is longer"
+            f"{steps} steps after the cycle, and training ends with an error; set decay_mom_rate to 0 for a longer run"
         )
 
 
 def _schedule_target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
-    """Return the object whose parameter groups the schedule sets: ``optimizer.given`` or the optimizer itself.
+    """Return the object whose parameter groups the schedule sets: ``optimizer.given`` or ``optimizer`` itself.
 
-    ``optimizer.given`` has the groups as the user passed them. The optimizer itself has split them into groups for Muon
-    and for AdamW. It is returned only if the lists in ``params`` have one value for each of the split groups.
-
-    Args:
-        name: type of the schedule, such as ``"WarmupLR"``.
-        params: parameters of the schedule.
-
-    Raises:
-        MuonConfigError: a list has another length.
+    ``optimizer.given`` has the groups that the user passed. ``optimizer`` has split them into groups for Muon and AdamW.
+    The lists in ``params`` decide: each must have as many values as one of the two has groups. Otherwise raise
+    MuonConfigError.
     """
     lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
     users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
@@ -220,8 +205,8 @@ def _schedule_target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, An
         return optimizer
     names = ", ".join(group["name"] for group in optimizer.param_groups)
     problems = [
-        f"scheduler.params.{key}: got {len(value)} values; write one number, {users} (one per parameter group) or "
-        f"{halves} ({names}), the same for all keys"
+        f"scheduler.params.{key}: got {len(value)} values; write one number, or for all keys a list of {users} "
+        f"(one per parameter group) or {halves} values ({names})"
         for key, value in lists.items()
     ]
     raise MuonConfigError("\n".join(problems))

@@ -27,14 +27,13 @@ MAX_SUB_GROUP_SLOWDOWN = 1.25
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
-    """Log, once the optimizer is bound, what Muon and AdamW will update and how.
+    """Log what Muon and AdamW will update, how a step runs, and how parameters are split into matrices.
 
-    The lines name the number of parameters, the size of updates, how a step runs, and how parameters are split into
-    matrices. With several pipeline stages or tensor-parallel shards, each stage or shard logs lines about its own part.
+    Each pipeline stage or tensor-parallel shard logs its own part of the model.
 
     Args:
-        adapter: the adapter of the engine's optimizer wrapper.
-        tuning: how Newton-Schulz was chosen.
+        adapter: adapts the optimizer to the engine's ZeRO wrapper.
+        tuning: the chosen dtype, method and kernels of Newton-Schulz.
         matrices_of_all: number of Muon's matrices in the whole model.
     """
     engine, optimizer, specs = adapter.engine, adapter.optimizer, adapter.optimizer.specs.values()
@@ -73,15 +72,12 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
 
 
 def _elements(specs: list[MatrixSpec]) -> int:
-    """Return the number of elements of the parameters, before tensor parallelism split them."""
+    """Return the number of elements of the parameters in ``specs``. A sharded parameter counts as a whole."""
     return sum(math.prod(spec.whole) for spec in specs)
 
 
 def _line_prefix(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return a prefix for log lines, such as ``"stage 1 of 2 of the pipeline: "``.
-
-    The prefix names the pipeline stage and the tensor parallelism. It is empty for an engine with neither.
-    """
+    """Return a prefix for log lines, such as ``"stage 1 of 2 of the pipeline: "``; empty without model parallelism."""
     (rank, size), stages = tp_rank(engine), stages_of(engine.module)
     is_whole = optimizer.config.tp_mode == "whole"
     how = "orthogonalizing whole matrices" if is_whole else f"orthogonalizing each shard by itself, here of rank {rank}"
@@ -90,10 +86,7 @@ def _line_prefix(engine: Any, optimizer: MuonWithAuxAdam) -> str:
 
 
 def _update_phrases(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
-    """Return phrases for the log on how a step changes the weights.
-
-    They name the size of the update, the options that go beyond plain Muon, and QK-clip if it is on.
-    """
+    """Return phrases for the log on how a step changes the weights: the RMS of an update, options such as QK-clip."""
     config = optimizer.config
     whole = sorted((spec for spec in matrices if spec.blocks), key=lambda spec: math.prod(spec.whole))
     typical = whole[len(whole) // 2]
@@ -125,10 +118,7 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tu
 
 
 def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return a phrase for the log on how ranks divide Newton-Schulz at stage 0, such as "that share Newton-Schulz".
-
-    The phrase is empty at other stages, on a single rank, and with tensor parallelism.
-    """
+    """Return the end of a log line, such as ``" that share Newton-Schulz"``, if several ranks train at stage 0."""
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]
@@ -138,10 +128,7 @@ def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> str:
 
 
 def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Warn if the config's schedule overrides the learning rate in ``optimizer.params``.
-
-    Also log between which values the schedule cycles the momentum, if it does.
-    """
+    """Warn if the schedule overrides the learning rate in ``optimizer.params``; log how it cycles the momentum."""
     if engine.client_lr_scheduler is not None or engine.global_rank:
         return
     schedule = read_schedule({"type": engine.scheduler_name(), "params": engine.scheduler_params()})
@@ -162,7 +149,7 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
 
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
-    """Warn if stage 3's sub-groups have too few matrices to keep all ranks busy. Sub-groups are stepped one by one."""
+    """Warn if stage 3's sub-groups, which are stepped one by one, have too few matrices to keep all ranks busy."""
     plans = [plan.of_all for plan in optimizer.plans]
     groups = defaultdict[int, list[GlobalPlan]](list)
     for partition, plan in zip(optimizer.partitions, plans, strict=True):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks hold the parts of one matrix under tensor parallelism: by AutoTP, by a model-parallel unit (mpu) like
-Megatron's, or by the "model" axis of a pipeline's topology.
-"""
+"""Which ranks hold the shards of a matrix under tensor parallelism: AutoTP, an mpu, or a pipeline's axis "model"."""
 
 from __future__ import annotations
 
@@ -20,10 +18,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 
 def tp_rank(engine: Any) -> tuple[int, int]:
-    """Return (this rank's index in its tensor-parallel group, size of that group).
-
-    Without tensor parallelism, return ``(0, 1)``.
-    """
+    """Return (this rank's index in its tensor-parallel group, size of that group); without such a group ``(0, 1)``."""
     mpu = engine.mpu
     if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses calls its ranks model-parallel, too
         return 0, 1
@@ -31,11 +26,8 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 
 def note_tp_rank(engine: Any) -> None:
-    """Set the attribute :data:`TP_RANK` of every parameter: (index in the tensor-parallel group, size of the group).
-
-    The optimizer reads it there, because the attributes that Megatron sets on sharded parameters lack the size.
-    """
-    found = tp_rank(engine)
+    """Store the result of :func:`tp_rank` in the attribute :data:`TP_RANK` of each parameter, for the optimizer."""
+    found = tp_rank(engine)  # Megatron's attributes of a sharded parameter lack the size of the group
     for param in engine.module.parameters():
         setattr(param, TP_RANK, found)
 
@@ -46,12 +38,12 @@ def tp_group(engine: Any) -> Any:
 
 
 class Grid(NamedTuple):
-    """All ranks that train the same layers: they form a grid of tensor-parallel times data-parallel ranks.
+    """The ranks that train the same layers under tensor parallelism: tensor-parallel times data-parallel ranks.
 
     Attributes:
-        group: the process group of all ranks of the grid.
-        lines: for each tensor-parallel rank, which ranks within ``group`` hold its shards. For a 2 x 2 grid, for
-            example, ``(range(0, 4, 2), range(1, 4, 2))``.
+        group: the process group of all these ranks.
+        lines: for each tensor-parallel rank, the indices within ``group`` of the ranks that hold the same shards as it.
+            With 2 tensor-parallel times 2 data-parallel ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
     """
 
     group: Any
@@ -61,16 +53,14 @@ class Grid(NamedTuple):
 def grid_of(engine: Any) -> Grid | None:
     """Return the :class:`Grid` of this rank; ``None`` without tensor parallelism. A collective.
 
-    Raises:
-        UnsupportedError: the ranks of a data-parallel group are not evenly spaced within their grid. All ranks raise
-            this.
+    Raise UnsupportedError on all ranks if the ranks of a data-parallel group are not evenly spaced within their grid.
     """
     _, size = tp_rank(engine)
     if size == 1:
         return None
     groups = engine.seq_data_parallel_group, tp_group(engine)
     everyones = gathered([torch.distributed.get_process_group_ranks(group) for group in groups])
-    data, tensor = zip(*everyones, strict=True)  # by rank
+    data, tensor = zip(*everyones, strict=True)  # for each rank
     positions = _positions(data, tensor)
     lines = _lines(data, tensor, positions)
     if lines is None:
@@ -88,25 +78,15 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return {tensor-parallel group: {rank: the rank's index in the grid}} for the :class:`Grid` of each group.
-
-    Args:
-        data: for each rank, the global ranks of its data-parallel group.
-        tensor: for each rank, the global ranks of its tensor-parallel group.
-    """
+    """Return {tensor-parallel group: {global rank: index in the group's :class:`Grid`}} for all groups."""
     grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
     return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
 
 
 def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
-    """Return for each rank which ranks of its :class:`Grid` are in its data-parallel group, such as ``range(0, 4, 2)``.
+    """Return for each rank its data-parallel group as indices in its :class:`Grid`, such as ``range(0, 4, 2)``.
 
     Return ``None`` if the ranks of any data-parallel group are not evenly spaced.
-
-    Args:
-        data: for each rank, the global ranks of its data-parallel group.
-        tensor: for each rank, the global ranks of its tensor-parallel group.
-        positions: the result of :func:`_positions`.
     """
     lines = []
     for line, row in zip(data, tensor, strict=True):
@@ -120,7 +100,7 @@ def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mappi
 
 
 def matrix_share(engine: Any, optimizer: MuonWithAuxAdam) -> int:
-    """Return the index of the part of the model that this rank trains. Ranks with equal indices have the same matrices.
+    """Return the number of this rank's part of the model. Ranks with equal numbers have the same Muon matrices.
 
     The part is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a stage.
     """

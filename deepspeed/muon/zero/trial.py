@@ -55,10 +55,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the cross-entropy loss (0-D) of predicting, for each token t, the token t + 1.
-
-        ``text``: token numbers, ``[batch, tokens]``.
-        """
+        """Return the loss (0-D) of predicting n + 1 from each token number n in ``text``, ``[batch, tokens]``."""
         x = self.tokens(text)
         for up, down in zip(self.up, self.down, strict=True):
             x = x + down(nn.functional.gelu(up(self.norm(x))))
@@ -66,7 +63,7 @@ class Model(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Return the token numbers, ``[ROWS, TOKENS]``, that a rank trains on in a step. They are the same in every run."""
+    """Return the token numbers on which a rank trains in a step, int64 ``[ROWS, TOKENS]``, the same in every run."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator, dtype=torch.int64, device="cpu")
 
@@ -74,16 +71,13 @@ def batch(step: int, rank: int) -> Tensor:
 def run_trial(local: Facts) -> Facts | None:
     """Train a small model in each of :data:`CASES`, and check in which order ranks call collectives; a collective.
 
-    Args:
-        local: facts about this rank to include in the result.
-
     Returns:
         ``None`` on other ranks than 0. On rank 0 a dict:
 
-        - ``ranks``: ``local`` of each rank.
+        - ``ranks``: the argument ``local`` of each rank, which may hold any facts about the rank.
         - ``trial``: the result of :func:`train_all_cases`.
-        - ``calls``: how many collectives and messages the ranks called, in total.
-        - ``fault``: a text on an order of calls in which NCCL could hang; ``None`` if there is none.
+        - ``calls``: how many collectives and point-to-point messages the ranks called, in total.
+        - ``fault``: an error if ranks call collectives in an order in which NCCL could hang, otherwise ``None``.
     """
     is_joined, recorder = torch.distributed.is_initialized(), CollectiveRecorder()
     with recorder.recording():
@@ -109,7 +103,7 @@ def train_all_cases() -> list[Facts]:
         - ``error``: the largest error of any parameter's change, relative to its change in one process.
         - ``loss``: [loss of the first step, loss of the last step] on rank 0; ``None`` if rank 0 failed.
         - ``step_ms``: median time of a step on the slowest rank, in milliseconds.
-        - ``sent_mb``: megabytes that the rank which sends most sends in a step.
+        - ``sent_mb``: megabytes that a rank sends in each step; the maximum over ranks.
     """
     comm.init_distributed(timeout=timedelta(seconds=TIMEOUT_SECONDS))
     torch.manual_seed(0)  # the same weights on all ranks
@@ -119,10 +113,7 @@ def train_all_cases() -> list[Facts]:
 
 
 def _train_reference(model: Model, world_size: int) -> dict[str, Tensor]:
-    """Train the model in this process alone, on the batches of all ranks, without DeepSpeed.
-
-    Return {parameter name: trained weight on the CPU}.
-    """
+    """Train ``model`` in this process only, on the batches of all ranks; return {parameter name: weight on the CPU}."""
     device = get_accelerator().current_device_name()
     model.to(device)
     optimizer = MuonWithAuxAdam(model.named_parameters(), model=model, **PARAMS)
@@ -146,13 +137,9 @@ def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Fa
 
 
 def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
-    """Train a copy of ``model`` in a new engine, and compare its weights with ``expected``.
+    """Train a copy of ``model`` in a new engine, and compare its weights with ``expected``, {parameter name: weight}.
 
-    Return this rank's values for a case of :func:`train_all_cases`, without ``name``.
-
-    Args:
-        zero: the section ``zero_optimization`` of the case.
-        expected: the result of :func:`_train_reference`.
+    ``zero``: the section ``zero_optimization``. Return this rank's values for :func:`train_all_cases`.
     """
     trained = copy.deepcopy(model)
     config = {
@@ -192,10 +179,7 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
 
 
 def _relative_errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
-    """Yield for each parameter the norm of (trained - expected), divided by the norm of (expected - initial).
-
-    ``model``: the model before training. ``expected``: {parameter name: weight}.
-    """
+    """Yield for each parameter norm(trained - expected) / norm(expected - initial). ``model``: before training."""
     from deepspeed.runtime.zero import GatheredParameters
 
     initial = dict(model.named_parameters())

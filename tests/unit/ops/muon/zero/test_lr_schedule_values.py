@@ -197,7 +197,7 @@ def warnings_of(params: dict[str, float], values: dict[str, Any]) -> list[str]:
 
 def test_a_rate_in_the_schedule_alone_is_pointed_out() -> None:
     (text,) = run(warnings_of, 1, params={"weight_decay": 0.1}, values=WARMUP)[0]
-    assert "warmup_max_lr of the scheduler sets Muon's learning rate" in text and "0.015 times" in text
+    assert "warmup_max_lr in scheduler.params sets Muon's learning rate" in text and "0.015 times" in text
     assert run(warnings_of, 1, params={"lr": WARMUP["warmup_max_lr"]}, values=WARMUP) == [[]]
     assert run(warnings_of, 1, params={}, values={"warmup_num_steps": 4}) == [[]]
 

@@ -301,7 +301,9 @@ def warnings_of(kind: str, stage: int) -> list[str]:
 def test_another_muon_of_the_script_is_a_warning_under_zero(kind: str, stage: int) -> None:
     first, second = run(warnings_of, 2, kind=kind, stage=stage)
     assert len(first) == ((kind, stage) == ("MuonClip", 2)) and second == []
-    assert all("another Muon, " in text and ".MuonClip. ZeRO gives it flat vectors" in text for text in first)
+    assert all(
+        "another Muon, " in text and ".MuonClip. Under ZeRO this optimizer gets flat vectors" in text for text in first
+    )
 
 
 def passed_beside(name: str, is_called: bool, stage: int) -> str:
