@@ -73,8 +73,8 @@ def bind_engine(engine: Any) -> None:
     Read how ZeRO shards the parameters, plan which rank orthogonalizes which matrix, and create the optimizer's state.
 
     Raises:
-        UnsupportedError: deepspeed-muon does not support the engine's ZeRO wrapper or its tensor-parallel groups, or it
-            cannot clip attention logits (``qk_clip``).
+        UnsupportedError: deepspeed-muon does not support the engine's ZeRO wrapper or tensor-parallel groups, or does not
+            support ``qk_clip`` in this engine.
         DisagreementError: the ranks differ in version, config or plan, or some do not respond.
     """
     optimizer = engine.basic_optimizer
@@ -127,7 +127,7 @@ def bind_engine(engine: Any) -> None:
 def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
     """Choose the dtype, method and kernels of Newton-Schulz, the same on all ranks; a collective.
 
-    ``agreed``: the result of :func:`agree_on_settings`. ``world_size``: number of ranks that divide the matrices.
+    ``agreed``: the result of :func:`agree_on_settings`. ``world_size``: the number of ranks that share the work.
 
     Raises:
         DisagreementError: timing the candidates failed on some rank. All ranks raise this.
@@ -144,9 +144,9 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
 
 
 def compare_plans(engine: Any) -> None:
-    """Check that the ranks have equal plans of which rank orthogonalizes which matrix; a collective.
+    """Check that the ranks have the same plan, which says which ranks orthogonalize which matrix; a collective.
 
-    Also compile the kernels and make the plans' process groups. Call it after each call of ``MuonWithAuxAdam.bind``.
+    Also compile the kernels and make the plan's process groups. Call it after each call of ``MuonWithAuxAdam.bind``.
 
     Raises:
         DisagreementError: ranks that hold the same parameters have different plans or choices for Newton-Schulz.
@@ -196,7 +196,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:
-    """Compare the settings (``_facts``) of all ranks; return what they have in common, or ``{"error": text}``."""
+    """Compare the settings (``_facts``) of all ranks; return what they share, or ``{"error": text}`` if they differ."""
     of_all = {
         "version": "the deepspeed-muon version",
         "config": "ranks {ranks} have other optimizer.params than rank {first}; read one config on all ranks",
@@ -236,7 +236,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
 
 
 def _judge_kernels(facts: list[Facts]) -> Facts:
-    """Merge the dicts {device type: why fast kernels cannot be used there, or ``None``} of all ranks into one.
+    """Merge the ranks' dicts {device type: why fast kernels cannot be used, or ``None``} into one.
 
     A kernel that one rank cannot use is not used on any rank: ``{"cpu": "rank 1: there is no C++ compiler"}``.
     """

@@ -65,7 +65,7 @@ Sizes = list[tuple[dict[str, Any], list[int]]]
 
 
 def _sub_group_sizes(engine: Any, group: dict[str, Any]) -> list[int]:
-    """Predict the sub-groups into which stage 3 divides a parameter group: one rank's elements of each."""
+    """Predict how many elements one rank holds of each sub-group into which stage 3 divides a parameter group."""
     limit, ranks = engine._config.zero_config.sub_group_size, comm.get_world_size(shard_group(engine, group))
     parts, sizes, open_size = [_elements_per_rank(p, ranks) for p in group["params"] if p.requires_grad], [], 0
     for part in parts:
@@ -86,8 +86,8 @@ def _buffers_per_sub_group(group: dict[str, Any], config: Any) -> int:
 def buffers_needed(config: Any, sizes: Sizes) -> int:
     """Return the smallest ``offload_optimizer.buffer_count`` with which DeepSpeed's swapper can step every sub-group.
 
-    ``config``: the ``DeepSpeedConfig``. ``sizes``: each parameter group with one rank's elements of each of its
-    sub-groups, such as ``[(group, [1000, 600])]``.
+    ``config``: the ``DeepSpeedConfig``. ``sizes``: for each parameter group, how many elements one rank holds of each of
+    its sub-groups, such as ``[(group, [1000, 600])]``.
     """
     section = config.zero_config.offload_optimizer
     needs = [
@@ -188,7 +188,7 @@ def _library_problems() -> Iterator[str]:
 def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
     """Load the flat fp32 weights of sub-group ``index`` from NVMe, and yield them.
 
-    When the context ends, write weights and states back. If DeepSpeed keeps the sub-group in memory, only yield them.
+    When the context ends, write weights and states back. For a sub-group that stays in memory, only yield the weights.
     """
     flat, is_swapped = wrapper.fp32_partitioned_groups_flat[index], wrapper._swappable_optimizer_subgroup(index)
     if is_swapped:
@@ -202,8 +202,10 @@ def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
 def mapped_if_swapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
     """Return a tensor to save in a checkpoint: ``tensor`` or, if it is swapped out, a 1-D fp32 memory map of its file.
 
-    ``wrapper``: DeepSpeed's stage-3 optimizer. ``flat``: a sub-group's flat fp32 weights. ``tensor``: these weights, or an
-    optimizer state of the same sub-group.
+    Args:
+        wrapper: DeepSpeed's stage-3 optimizer.
+        flat: the flat fp32 weights of a sub-group.
+        tensor: these weights, or an optimizer state of the same sub-group.
     """
     info = wrapper.optimizer_swapper.swap_params_info.get(flat.ds_id)  # type: ignore[attr-defined]
     paths = [entry.swap_path for entry in info.tensors if entry.compute_tensor is tensor] if info else []

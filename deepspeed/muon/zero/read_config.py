@@ -228,7 +228,7 @@ def parse_file(path: str) -> dict[str, Any]:
 
 
 def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the ds_config in a parsed file: all of its content ``section``, or the only ds_config nested in it.
+    """Return the ds_config in a parsed file: its whole content ``section``, or the only ds_config nested in it.
 
     Raises:
         SettingsError: the file contains no ds_config, or several. The message says which file to give instead.

@@ -33,7 +33,7 @@ def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
 
 
 def _setting(config: Any, key: str, default: Any = None) -> Any:
-    """Return the value at a dotted path, such as ``zero_optimization.stage``; ``default`` if there is none."""
+    """Return the config's value at a dotted path, such as ``zero_optimization.stage``; ``default`` if there is none."""
     section, *names = key.split(".")
     for name in (SECTIONS.get(section, section), *names):
         config = getattr(config, name, None)

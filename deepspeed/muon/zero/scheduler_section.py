@@ -62,7 +62,7 @@ class Schedule(NamedTuple):
 
 
 def read_schedule(section: Any) -> Schedule:
-    """Return what the section ``scheduler`` of a ds_config sets. ``section`` may be ``None``: the config has none."""
+    """Return what the section ``scheduler`` of a ds_config sets. A config without it has ``None`` as ``section``."""
     name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
     params = section.get("params") if name else None
     values = _defaults(name) | dict(params if isinstance(params, Mapping) else {})
@@ -192,7 +192,7 @@ def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
 def _schedule_target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:
     """Return the object whose parameter groups the schedule sets: ``optimizer.given`` or ``optimizer`` itself.
 
-    ``optimizer.given`` has the groups that the user passed. ``optimizer`` has split them into groups for Muon and AdamW.
+    ``optimizer.given`` has the groups that the user passed. ``optimizer`` has split them into groups of Muon and AdamW.
     The lists in ``params`` decide: each must have as many values as one of the two has groups. Otherwise raise
     MuonConfigError.
     """

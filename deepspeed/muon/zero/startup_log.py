@@ -29,10 +29,10 @@ MAX_SUB_GROUP_SLOWDOWN = 1.25
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
     """Log what Muon and AdamW will update, how a step runs, and how parameters are split into matrices.
 
-    Each pipeline stage or tensor-parallel shard logs its own part of the model.
+    With a pipeline or tensor parallelism, each stage or shard logs its own part of the model.
 
     Args:
-        adapter: adapts the optimizer to the engine's ZeRO wrapper.
+        adapter: the :class:`Adapter` of the engine's ZeRO wrapper.
         tuning: the chosen dtype, method and kernels of Newton-Schulz.
         matrices_of_all: number of Muon's matrices in the whole model.
     """
@@ -118,7 +118,7 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tu
 
 
 def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return the end of a log line, such as ``" that share Newton-Schulz"``, if several ranks train at stage 0."""
+    """Return how ranks divide the work at stage 0, such as ``" that share Newton-Schulz"``; ``""`` at other stages."""
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]

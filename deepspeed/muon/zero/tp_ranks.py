@@ -26,7 +26,7 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 
 def note_tp_rank(engine: Any) -> None:
-    """Store the result of :func:`tp_rank` in the attribute :data:`TP_RANK` of each parameter, for the optimizer."""
+    """Store the result of :func:`tp_rank` as the attribute :data:`TP_RANK` of each parameter of the engine's model."""
     found = tp_rank(engine)  # Megatron's attributes of a sharded parameter lack the size of the group
     for param in engine.module.parameters():
         setattr(param, TP_RANK, found)
@@ -42,8 +42,8 @@ class Grid(NamedTuple):
 
     Attributes:
         group: the process group of all these ranks.
-        lines: for each tensor-parallel rank, the indices within ``group`` of the ranks that hold the same shards as it.
-            With 2 tensor-parallel times 2 data-parallel ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
+        lines: for each tensor-parallel rank, the ranks that hold its shards, as indices within ``group``. With 2 times 2
+            ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
     """
 
     group: Any

@@ -139,7 +139,7 @@ def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Fa
 def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
     """Train a copy of ``model`` in a new engine, and compare its weights with ``expected``, {parameter name: weight}.
 
-    ``zero``: the section ``zero_optimization``. Return this rank's values for :func:`train_all_cases`.
+    ``zero``: the section ``zero_optimization``. Return this rank's values of the keys in :func:`train_all_cases`.
     """
     trained = copy.deepcopy(model)
     config = {
@@ -179,7 +179,7 @@ def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> F
 
 
 def _relative_errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
-    """Yield for each parameter norm(trained - expected) / norm(expected - initial). ``model``: before training."""
+    """Yield for each parameter norm(trained - expected) / norm(expected - initial). ``model`` is the initial model."""
     from deepspeed.runtime.zero import GatheredParameters
 
     initial = dict(model.named_parameters())
