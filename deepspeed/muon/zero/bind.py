@@ -73,8 +73,8 @@ def bind_engine(engine: Any) -> None:
     Read how ZeRO shards the parameters, plan which rank orthogonalizes which matrix, and create the optimizer's state.
 
     Raises:
-        UnsupportedError: deepspeed-muon does not support the engine's ZeRO wrapper or tensor-parallel groups, or does not
-            support ``qk_clip`` in this engine.
+        UnsupportedError: deepspeed-muon does not support the engine's ZeRO wrapper or tensor-parallel groups, or
+            ``qk_clip`` in this engine.
         DisagreementError: the ranks differ in version, config or plan, or some do not respond.
     """
     optimizer = engine.basic_optimizer

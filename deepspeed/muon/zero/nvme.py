@@ -86,8 +86,8 @@ def _buffers_per_sub_group(group: dict[str, Any], config: Any) -> int:
 def buffers_needed(config: Any, sizes: Sizes) -> int:
     """Return the smallest ``offload_optimizer.buffer_count`` with which DeepSpeed's swapper can step every sub-group.
 
-    ``config``: the ``DeepSpeedConfig``. ``sizes``: for each parameter group, how many elements one rank holds of each of
-    its sub-groups, such as ``[(group, [1000, 600])]``.
+    ``config``: the ``DeepSpeedConfig``. ``sizes``: for each parameter group, how many elements one rank holds of each
+    sub-group, such as ``[(group, [1000, 600])]``.
     """
     section = config.zero_config.offload_optimizer
     needs = [

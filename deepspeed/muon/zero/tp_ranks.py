@@ -42,8 +42,8 @@ class Grid(NamedTuple):
 
     Attributes:
         group: the process group of all these ranks.
-        lines: for each tensor-parallel rank, the ranks that hold its shards, as indices within ``group``. With 2 times 2
-            ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
+        lines: for each tensor-parallel rank, the ranks that hold its shards, as indices within ``group``. For 2 times
+            2 ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
     """
 
     group: Any
