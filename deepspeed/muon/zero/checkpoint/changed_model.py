@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load the checkpoint of a run whose model, parameter groups, stage or ranks were different: by parameter name.
 
-``"checkpoint": {"muon_changed_model": "match"}`` in the ds_config allows it. The checkpoint is converted to a universal
-one next to it, which is removed after the load. What both runs train keeps weight and state; the rest is listed.
+``"checkpoint": {"muon_changed_model": "match"}`` in the ds_config allows it. The checkpoint is converted to a temporary
+universal one. The log lists what becomes of each parameter.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ MAX_QUOTED = 600
 
 @dataclass(frozen=True)
 class Renames:
-    """The pairs (regular expression, replacement) that turn parameter names of a checkpoint into names of this model.
+    """A function that turns a parameter name of a checkpoint into the name that this model uses.
 
-    The first expression that is found in a name decides; if none is found, the name stays.
+    ``pairs``: (regular expression, replacement). The first expression that is found in a name is replaced. If none is
+    found, the name stays.
     """
 
     pairs: tuple[tuple[re.Pattern[str], str], ...] = ()
@@ -63,10 +64,9 @@ class Renames:
 
 
 def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
-    """Read the key ``muon_changed_model`` of ``section``, the section ``checkpoint`` of a ds_config.
+    """Return the value of ``muon_changed_model`` in ``section``, the section ``checkpoint`` of a ds_config.
 
-    Return how to rename parameters when a load matches them by name (no renames for "match"). Return ``None`` if the
-    key is missing or "error": then only checkpoints of the same model are loaded.
+    ``None`` means "error", the default: do not load a checkpoint of another model. For "match" there are no renames.
 
     Raises:
         MuonConfigError: the value is neither "error", "match" nor {"rename": {pattern: replacement}}.
@@ -112,7 +112,7 @@ class ModelFiles:
             self.shapes |= {name: tuple(shape) for name, shape in shapes.items()}
 
     def read(self, name: str) -> Tensor | None:
-        """Return the whole value of the parameter or buffer ``name``; ``None`` if the model files do not contain it."""
+        """Return the parameter or buffer ``name``, not sharded; ``None`` if the model files do not contain it."""
         shape, value = self.shapes.get(name), self._values.get(name)
         if value is not None and tuple(value.shape) == shape:
             return value
@@ -125,10 +125,7 @@ class ModelFiles:
 class MatchedFolder(Folder):
     """A universal checkpoint whose methods take the parameter names of this model instead of the saved names.
 
-    Args:
-        folder: path of the universal checkpoint.
-        renames: turns a saved name into a name of this model.
-        title: what log messages call the checkpoint.
+    ``renames`` turns saved names into this model's. ``title``: what log messages call the checkpoint.
     """
 
     def __init__(self, folder: str, renames: Renames, title: str) -> None:
@@ -145,14 +142,14 @@ class MatchedFolder(Folder):
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return the weight or the state ``key`` of the parameter ``name``; an empty tensor if it was not saved."""
+        """Return the parameter's weight or the state called ``key``, whole; an empty tensor if it was not saved."""
         if name in self.is_muon:
             return super().read(self.saved_names[name], key)
         value = self.files.read(self.saved_names.get(name, name)) if key == WEIGHT else None
         return torch.empty(0, dtype=torch.float32, device="cpu") if value is None else value
 
     def step(self, name: str) -> float:
-        """Return how many optimizer steps the parameter ``name`` had taken at the save."""
+        """Return how many optimizer steps the parameter had taken when it was saved."""
         return super().step(self.saved_names[name])
 
 
@@ -163,8 +160,10 @@ class MatchedFolder(Folder):
 class Match:
     """What a load by parameter names will do.
 
-    ``folder``: the checkpoint. ``actions``: parameter name -> what :func:`write_state` does with its state.
-    ``outcomes``: text for the log -> names of the parameters to which it applies.
+    Attributes:
+        folder: the checkpoint.
+        actions: {parameter name: what :func:`write_state` does with its state}.
+        outcomes: {text for the log: names of the parameters to which it applies}.
     """
 
     folder: MatchedFolder
@@ -175,10 +174,8 @@ class Match:
 def match(engine: Any, path: str, renames: Renames, title: str, load_states: bool) -> Match:
     """Match the parameters of a universal checkpoint with those of the engine's model by name; load nothing yet.
 
-    Args:
-        path: folder of the universal checkpoint.
-        title: what log messages call it.
-        load_states: whether optimizer states will be loaded too.
+    ``path``: the checkpoint's folder. ``title``: what log messages call it. ``load_states``: whether optimizer
+    states will be loaded too.
 
     Raises:
         CheckpointError: a parameter has another shape (AdamW's may have more or fewer rows, such as an embedding), or
@@ -219,16 +216,13 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
 
 
 def _differs_in_rows(spec: MatrixSpec, saved: tuple[int, ...], folder: MatchedFolder) -> bool:
-    """Return whether AdamW updates the parameter and ``saved``, its saved shape, differs at most in the first size.
-
-    An example is an embedding to which tokens were added.
-    """
+    """Return whether AdamW updates the parameter, and ``saved``, its saved shape, differs at most in the first size."""
     is_adamw = not spec.use_muon and not folder.is_muon.get(spec.name, False)
     return is_adamw and len(saved) == len(spec.shape) >= 1 and saved[1:] == spec.shape[1:]
 
 
 def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> tuple[str, str]:
-    """Return (action that :func:`write_state` takes for the state, text for the log) for a trained parameter."""
+    """Return (action of :func:`write_state` for the parameter's state, text for the log) for a trained parameter."""
     if spec.name not in folder.is_muon:
         return "zero", "state new, weight as saved" if spec.name in folder.shapes else "new, as the model was built"
     was_muon = folder.is_muon[spec.name]
@@ -238,7 +232,7 @@ def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> t
         how = "from AdamW's first moment" if import_momentum == "first_moment" else "at zero"
         return import_momentum, f"weight as saved, moved from AdamW to Muon, momentum {how}"
     if (old := folder.shapes[spec.name][:1]) != spec.shape[:1]:
-        return "kept", f"{old[0]} rows became {spec.shape[0]}, those of both keep weight and state"
+        return "kept", f"{old[0]} rows became {spec.shape[0]}, the rows that both have keep weight and state"
     return "kept", "weight and state as saved"
 
 
@@ -246,7 +240,10 @@ def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> t
 
 
 def refuse_changed(engine: Any) -> None:
-    """Raise CheckpointError if the engine uses pipelines, tensor parallelism or experts, which are unsupported."""
+    """Raise CheckpointError if the engine uses pipelines, tensor parallelism or experts.
+
+    With these a checkpoint cannot be loaded by parameter names.
+    """
     found = [
         name
         for name, is_used in (
@@ -258,7 +255,8 @@ def refuse_changed(engine: Any) -> None:
     ]
     if found:
         raise CheckpointError(
-            f"{KEY}: not supported with {' and '.join(found)}; remove this key, or use one rank per model"
+            f"{KEY}: not supported with {' and '.join(found)}; remove this key and resume the same model, or resume "
+            "without them"
         )
 
 
@@ -266,15 +264,15 @@ def refuse_changed(engine: Any) -> None:
 def loading_by_name(
     engine: Any, arguments: Mapping[str, Any], renames: Renames
 ) -> Iterator[Callable[[Callable], tuple[Any, Any]]]:
-    """Convert a checkpoint to a universal one, match it with the model, and yield a function that loads it.
+    """Match a checkpoint with the model by parameter names, and yield a function that loads it; a collective.
 
-    That function takes DeepSpeed's ``load_checkpoint`` and returns what it returns: (path, client_state). A temporary
-    universal checkpoint is removed at the end of the context. A collective.
+    The function takes DeepSpeed's ``load_checkpoint`` and returns its result, (path, client_state). A checkpoint that
+    is not universal is converted to a temporary universal one.
 
-    ``arguments``: name -> value of the arguments of ``load_checkpoint``.
+    ``arguments``: the arguments of ``load_checkpoint``, name -> value.
 
     Raises:
-        CheckpointError: on all ranks, before the engine changes, if the checkpoint cannot be converted or matched.
+        CheckpointError: the checkpoint cannot be converted or matched. All ranks raise this before the engine changes.
     """
     refuse_changed(engine)
     saved, load_states = Path(arguments["load_dir"], arguments["tag"]), loads_states(arguments)
@@ -308,9 +306,9 @@ def loading_by_name(
 
 @contextmanager
 def _universal(engine: Any, saved: Path) -> Iterator[Path]:
-    """Yield the path of a universal checkpoint with the contents of the checkpoint ``saved``.
+    """Yield the folder of a universal checkpoint with the contents of ``saved``.
 
-    That is ``saved`` if the config says that it is universal, otherwise a copy that the end of the context removes.
+    If ``saved`` is not universal, this is a temporary copy, which is deleted when the context ends.
     """
     if engine.load_universal_checkpoint():
         yield saved
@@ -326,10 +324,7 @@ def _universal(engine: Any, saved: Path) -> Iterator[Path]:
 
 
 def _convert(engine: Any, saved: Path, target: Path) -> None:
-    """Write the universal checkpoint ``target`` from ``saved``, on rank 0 only.
-
-    DeepSpeed's converter does it, except at stage 0, which only :mod:`stage0_conversion` supports.
-    """
+    """Convert the checkpoint ``saved`` to the universal checkpoint ``target``, on rank 0 only."""
     if engine.global_rank:
         return
     logger.info("deepspeed-muon: converting the checkpoint %s to a universal one, to load it by parameter names", saved)
@@ -349,13 +344,13 @@ def _convert(engine: Any, saved: Path, target: Path) -> None:
 
 @contextmanager
 def _in_universal_mode(engine: Any) -> Iterator[None]:
-    """Make DeepSpeed load universal checkpoints in this context, as with ``"load_universal": true``."""
+    """Make the engine load universal checkpoints in this context, as with ``"load_universal": true`` in its config."""
     with replaced(engine, load_universal_checkpoint=lambda original: True, _get_all_ckpt_names=either_name):
         yield
 
 
 def _check_schedule(engine: Any, arguments: Mapping[str, Any], files: ModelFiles) -> None:
-    """Raise CheckpointError if a schedule is to be loaded, but none with this number of groups was saved."""
+    """Raise CheckpointError if the run loads a schedule, but the checkpoint has none for the same number of groups."""
     if engine.lr_scheduler is None or not loads_states(arguments, "lr_scheduler"):
         return
     saved = files.lr_scheduler
@@ -370,10 +365,7 @@ def _check_schedule(engine: Any, arguments: Mapping[str, Any], files: ModelFiles
 
 
 def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load_states: bool) -> tuple[Any, Any]:
-    """Load a universal checkpoint at stage 0, where DeepSpeed cannot; return (path, client_state).
-
-    DeepSpeed loads the counters and the schedule; weights and optimizer states are matched by name.
-    """
+    """Load a universal checkpoint at stage 0, which DeepSpeed cannot do; return (path, client_state)."""
     folder, tag, *_ = options["load_dir"], options["tag"]
     rest = {key: value for key, value in options.items() if key not in ("engine", "self", "load_dir", "tag")}
     path, client_state = engine._load_checkpoint(folder, tag, **rest | {"load_optimizer_states": False})
@@ -385,7 +377,7 @@ def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load
 
 @torch.no_grad()
 def _write_untrained(engine: Any, folder: MatchedFolder) -> None:
-    """Copy the frozen parameters and buffers that the checkpoint contains into the model; a collective at stage 3."""
+    """Copy the checkpoint's frozen parameters and buffers into the model; a collective at stage 3."""
     from deepspeed.runtime.zero import GatheredParameters
 
     trained = {spec.name for spec in engine.basic_optimizer.specs.values()}
