@@ -254,7 +254,7 @@ def forget_gradients(wrapper: Any) -> None:
 def prepare_with_zero_filled_grads(
     wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace the wrapper's ``_prepare_sub_group``: call the original, then zero the gradients of unused parameters."""
+    """Replace the wrapper's ``_prepare_sub_group``: call the original, then zero gradients that no backward wrote."""
     result = original(sub_group_id, *args, **kwargs)
     if wrapper._swappable_optimizer_subgroup(sub_group_id):
         flat = wrapper.fp32_partitioned_groups_flat[sub_group_id]

@@ -141,7 +141,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 
 
 def _import_stocks_muon() -> None:
-    """Import stock DeepSpeed's Muon, which ZeRO imports as well, without loading torch's compiler (one second)."""
+    """Import stock DeepSpeed's Muon, which ZeRO needs, but not torch's compiler, which takes a second to load."""
 
     def compile_at_first_call(compile: Callable, *args: Any, **options: Any) -> Callable:
         if options or len(args) != 1:
