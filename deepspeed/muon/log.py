@@ -22,12 +22,7 @@ if not logger.hasHandlers():
 
 @contextmanager
 def log_if_slow(what: str, is_logging_rank: bool) -> Iterator[None]:
-    """Log the duration of the ``with`` block if it is at least :data:`SLOW` seconds.
-
-    Args:
-        what: subject of the log line "``what`` took 2.3 s".
-        is_logging_rank: whether this rank logs.
-    """
+    """Log "``what`` took 2.3 s" if the ``with`` block takes at least :data:`SLOW` seconds and this rank logs."""
     began = time.perf_counter()
     yield
     if (took := time.perf_counter() - began) >= SLOW and is_logging_rank:

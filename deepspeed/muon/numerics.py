@@ -13,10 +13,7 @@ import torch
 
 
 class _Setting(NamedTuple):
-    """A global setting of torch that changes results, with the ``value`` that :func:`fixed_numerics` gives to it.
-
-    ``read()`` returns the setting's current value; ``write(value)`` sets it.
-    """
+    """A global setting of torch that changes results, and the ``value`` that :func:`fixed_numerics` gives to it."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
@@ -52,6 +49,7 @@ def _reductions() -> list[_Setting]:
     return found
 
 
+# Not the default device, because this package names the device of every new tensor.
 _SETTINGS = [
     _Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
     *_fp32_precision(),
@@ -63,10 +61,9 @@ _SETTINGS = [
 def fixed_numerics() -> Iterator[None]:
     """Run the ``with`` block under fixed global settings of torch, and restore the script's settings at its end.
 
-    In the block, the default dtype is fp32, fp32 matrix products use neither TF32 nor bf16, sums in 16-bit products
-    follow torch's defaults, and autocast and inference mode are off. The default device does not change, because this
-    package names the device of every new tensor. Enter this context outside of ``torch.no_grad``: leaving inference
-    mode enables gradients.
+    In the block, the default dtype is fp32, fp32 matrix products use neither TF32 nor bf16, 16-bit products are summed
+    as torch does by default, and autocast and inference mode are off. Enter ``torch.no_grad`` inside of the block, not
+    around it.
     """
     with ExitStack() as stack:
         for setting in _SETTINGS:
@@ -74,7 +71,7 @@ def fixed_numerics() -> Iterator[None]:
                 setting.write(setting.value)
                 stack.callback(setting.write, before)
         if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.inference_mode(False))  # this enables gradients
         # torch.accelerator is new in torch 2.6.
         accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else torch.device("cuda")
         for kind in {"cpu", accelerator.type if accelerator else "cpu"}:

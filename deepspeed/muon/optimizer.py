@@ -50,26 +50,28 @@ from deepspeed.muon.tuning import Tuning, resume_choice
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
-    """Muon for hidden matrices, AdamW for everything else, in one optimizer.
+    """An optimizer that updates hidden matrices with Muon and all other parameters with AdamW.
 
     Under DeepSpeed, ``"type": "Muon"`` in ds_config.json builds it. By hand, for plain PyTorch or
     ``deepspeed.initialize(optimizer=...)``::
 
         optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, weight_decay=0.1)
 
-    If ``model`` is wrapped in ``DistributedDataParallel``, its ranks share the work of Newton-Schulz.
+    If ``model`` is wrapped in ``DistributedDataParallel``, each rank orthogonalizes a part of the matrices.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs, or parameter groups. Each group is split into a Muon group and
-            an AdamW group ("halves"), which keep its settings (:data:`deepspeed.muon.config.types.GROUP_KEYS`).
-        model: the model that has the parameters. Its modules decide which of them go to Muon, see
-            :func:`deepspeed.muon.matrices.routing.route`; ``param.use_muon`` is set accordingly unless the user set it.
+        params: parameters, ``(name, parameter)`` pairs, or parameter groups, which may have settings of their own
+            (:data:`deepspeed.muon.config.types.GROUP_KEYS`). The optimizer splits each group into two with the same
+            settings, its "halves": a Muon group and an AdamW group.
+        model: the model that has the parameters. Its modules decide which parameters go to Muon, see
+            :func:`deepspeed.muon.matrices.routing.route`. A user may decide for a parameter by setting
+            ``param.use_muon``; the constructor sets it for all others.
         config: fields of :class:`deepspeed.muon.config.schema.MuonConfig`.
 
-    State per tensor: ``momentum_buffer`` (Muon), or ``exp_avg`` and ``exp_avg_sq`` (AdamW), in the tensor's shape and
-    dtype (fp32 under ZeRO; ``momentum_dtype`` may set bf16 or int8 for the momentum); and ``step``. The rank that
-    orthogonalizes a matrix (its owner) keeps NorMuon's second moments of it; :meth:`whole_state` collects them for
-    ``state_dict``.
+    The state of a tensor is ``step`` and ``momentum_buffer`` (Muon), or ``step``, ``exp_avg`` and ``exp_avg_sq``
+    (AdamW). Buffers have the tensor's shape and dtype (fp32 under ZeRO); ``momentum_dtype`` may set bf16 or int8 for
+    the momentum. Each rank keeps NorMuon's second moments of the matrices that it orthogonalizes; :meth:`whole_state`
+    collects all of them for ``state_dict``.
 
     Raises:
         MuonConfigError: a wrong key or value, an option without effect, or no matrix of the model goes to Muon.
@@ -167,15 +169,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @fixed_numerics()
     @torch.no_grad()
     def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device) -> None:
-        """Plan which rank orthogonalizes which matrix, and allocate missing optimizer state.
+        """Plan which rank orthogonalizes which matrix, and create optimizer state that was not loaded.
 
-        Called before the first step. The plan fixes each parameter group's ``ns_method``, ``ns_choice`` and
-        ``adjust_lr_fn``; later changes have no effect.
+        A DeepSpeed engine calls this before the first step; in plain PyTorch, the first step does. Later changes of a
+        group's ``ns_method``, ``ns_choice`` and ``adjust_lr_fn`` have no effect.
 
         Args:
-            partitions: one :class:`Partition` (tensors that are updated together) for each call of :meth:`step` that
-                ZeRO makes in a training step.
-            tuning: the methods and kernels for matrix shapes that are not in a loaded checkpoint.
+            partitions: a :class:`Partition` for each parameter group, or at stage 3 for each of ZeRO's sub-groups.
+            tuning: the dtype, methods and kernels of Newton-Schulz, which a loaded checkpoint overrides.
             device: where Newton-Schulz runs.
         """
         if self.context.is_logging and self._binding is None:
@@ -220,10 +221,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.qk_clip.bind(partitions, self.context.peers, device)
 
     def bind_again(self) -> None:
-        """Call :meth:`bind` with the same arguments again after a state was loaded.
-
-        The new plan uses the owners and kernels of the saved run, so that updates are bitwise the same as there.
-        """
+        """Repeat the last call of :meth:`bind` after a load, so that updates are bitwise as in the saved run."""
         if self._binding is None:
             return
         self.bind(*self._binding)
@@ -233,27 +231,21 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Return a context in which ``state_dict`` contains the NorMuon state of all matrices, not only of this rank's.
-
-        Entering it is a collective, which all ranks must call.
-        """
+        """Return a context in which ``state_dict`` has all ranks' NorMuon second moments; entering it is a collective."""
         return self.second_moments.whole()
 
     @property
     def choice(self) -> Choice:
-        """Return the dtype of Newton-Schulz, and for each shape of matrix the method and kernels, for all groups."""
+        """Return Newton-Schulz's dtype, and its method and kernels for each matrix shape; valid after :meth:`bind`."""
         return next(choice_from_json(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
 
     @property
     def ns_methods(self) -> set[str]:
-        """Return the set of the values that ``ns_method`` has in the Muon groups."""
+        """Return the different values of ``ns_method`` in the Muon groups."""
         return {group["ns_method"] for group in self.param_groups if group["use_muon"]}
 
     def tables_on(self, device: torch.device) -> dict[str, Operations]:
-        """Return {name: :class:`Operations`} of the kernels that can multiply matrices on ``device``.
-
-        Plain PyTorch, ``"torch"``, comes first.
-        """
+        """Return {name: kernels} of all kernels that can multiply matrices on ``device``; ``"torch"`` comes first."""
         return product_tables(self.context.unavailable, device.type)
 
     @property
@@ -273,9 +265,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def owner_sets(self) -> set[tuple[int, ...]]:
-        """Return tuples of ranks, each including this rank, that orthogonalize one matrix together.
+        """Return sets of ranks that orthogonalize one matrix together and need a process group, such as ``{(0, 1)}``.
 
-        Each needs a process group. A tuple of all ranks of a partition is left out: it uses the partition's group.
+        Sets without this rank are left out, and so is the set of all ranks, which already has a process group.
         """
         return {
             owner_ranks(step.partition.group, size)
@@ -291,17 +283,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return self._binding[2]
 
     def digest(self) -> str:
-        """Return a hash of everything that decides which collectives a step calls and the bits of its results.
-
-        All ranks must have the same hash. Valid after :meth:`bind`.
-        """
+        """Return a hash of a step's collectives and arithmetic; all ranks need the same. Valid after :meth:`bind`."""
         return short_hash("".join(step.digest for step in self._steps.values()))
 
     @property
     def exchange(self) -> Exchange:
-        """Return the :class:`Exchange` (communication of matrices between ranks) of the first Muon partition.
+        """Return the :class:`Exchange` that moves the first Muon partition's matrices between ranks.
 
-        The exchanges of all partitions have the same dtype, device and workspace.
+        All partitions' exchanges have the same dtype, device and workspace.
         """
         return next(iter(self._steps.values())).exchange
 
@@ -318,10 +307,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @contextmanager
     def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
-        """Observe the steps that are taken in the ``with`` block; for monitors and profilers.
+        """Run each phase of the ``with`` block's steps in the context ``phase(name)``; record each step in ``stats``.
 
-        ``stats`` records each step. ``phase(name)`` returns a context in which that phase of a step runs. The names are
-        prepare, exchange, newton_schulz, apply and adamw.
+        Names of phases: prepare, exchange, newton_schulz, apply, adamw. ``None`` keeps what an enclosing block has set.
         """
         outer = self._phase, self._stats
         self._phase, self._stats = phase or self._phase, stats or self._stats
@@ -337,12 +325,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 step.warm_up()
 
     def warn_of_no_matrix(self) -> None:
-        """Warn in the log that Muon updates no parameter, AdamW updates all, and why."""
+        """Log a warning that AdamW updates all parameters, and why no matrix goes to Muon."""
         reasons = sorted({spec.reason for spec in self.specs.values()})
         logger.warning("deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: %s", "; ".join(reasons))
 
     def create_states(self, partition: Partition) -> None:
-        """Create the missing states of a partition's tensors, which must be in memory (not on NVMe)."""
+        """Create the missing optimizer states of a partition's tensors, which must be in memory (not on NVMe)."""
         use_muon = self.param_groups[partition.index]["use_muon"]
         for tensor, fragments in zip(partition.tensors, partition.fragments(), strict=True):
             if not use_muon:
@@ -352,31 +340,28 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.create_state(tensor, use_muon)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
-        """Return a tensor's optimizer state, a dict of tensors; create it, filled with zeros, if it is missing."""
+        """Return a tensor's optimizer state, as {key: tensor}; if it is missing, create it, filled with zeros."""
         state = self.state[tensor]
         if use_muon:
             return state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
         return adamw.state_of(state, tensor)
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
-        """Return the quantization blocks of a tensor's int8 momentum: the elements that share a scale.
-
-        Before :meth:`bind`, the tensor is assumed to be one whole parameter.
-        """
-        return self._blocks.get(tensor) or whole_parameter(tensor)
+        """Return the quantization blocks of a tensor's int8 momentum: which elements share a scale."""
+        return self._blocks.get(tensor) or whole_parameter(tensor)  # before bind, a tensor is a whole parameter
 
     @staticmethod
     def host_zeros(numel: int) -> Tensor:
-        """Return an fp32 CPU tensor of ``numel`` zeros, the buffer for a decoded int8 momentum.
+        """Return fp32 zeros ``[numel]`` on the CPU, into which ``state_dict`` decodes an int8 momentum.
 
-        While a DeepSpeed engine saves, this method is replaced by one that returns a memory-mapped file.
+        While a DeepSpeed engine saves a checkpoint, a function that returns a memory-mapped file replaces this one.
         """
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
 
     def state_keys(self, tensor: Tensor) -> list[str]:
-        """Return the state keys of a tensor that :meth:`read_state` accepts, such as ``["exp_avg", "exp_avg_sq"]``.
+        """Return the keys of a tensor's state for :meth:`read_state`, such as ``["exp_avg", "exp_avg_sq", "step"]``.
 
-        An int8 momentum counts as the single key ``momentum_buffer``, as in every other dtype.
+        The momentum has the key ``momentum_buffer`` in every dtype, including int8.
         """
         keys = self.state.get(tensor, {}).keys()
         return sorted({MOMENTUM if key in (CODES, ABSMAX) else key for key in keys})
@@ -392,8 +377,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def write_state(self, tensor: Tensor, key: str, values: Tensor, start: int = 0) -> None:
         """Write ``values``, of any shape and floating dtype, to a tensor's state ``key`` from element ``start`` on.
 
-        Values are rounded to nearest. With an int8 momentum, ``values`` must cover whole parameters: for each
-        parameter, all elements that are in ``tensor``, or none.
+        Values are rounded to nearest. With an int8 momentum, ``values`` may not begin or end in the middle of a
+        parameter.
         """
         state, values = self.state[tensor], values.reshape(-1)
         if key == MOMENTUM and CODES in state:
@@ -412,8 +397,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all tensors that are in ``param_groups`` now, and return what ``closure`` returns.
 
-        ZeRO calls this once per group or sub-group, while ``param_groups`` holds only its tensors, in the same order on
-        all ranks. The script's global settings of torch, such as autocast, apply to ``closure`` but not to the update.
+        ZeRO calls this once per parameter group or sub-group, with only the tensors of that one in ``param_groups``, in
+        the same order on all ranks. Settings such as autocast apply to ``closure``, but not to the update.
         """
         loss = None
         if closure is not None:
@@ -448,10 +433,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.workspace.release()
 
     def _bind_on_first_use(self) -> bool:
-        """Call :meth:`bind` before the first step in plain PyTorch, where no DeepSpeed engine has done so.
-
-        Return whether a step can be taken.
-        """
+        """Call :meth:`bind` before the first step in plain PyTorch. Return False if this step must do nothing."""
         tensors = [p for group in self.param_groups for p in group["params"]]
         if all(p in self.specs for p in tensors):
             bind_whole(self, self._replicas)
@@ -465,7 +447,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
 
     def _is_finite(self) -> Agreed:
-        """Return whether the gradients on all ranks are finite; if not, the step is skipped."""
+        """Return whether all gradients on all ranks are finite."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
         return agreed(self.has_finite_gradients(), is_common=True)
@@ -481,7 +463,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update a Muon group; return the names of the matrices that had no gradient and were not updated."""
+        """Update a Muon group; return the names of the matrices that were skipped because they had no gradient."""
         step = self._steps.get(group["params"][0])
         if step is None:
             raise RuntimeError(
@@ -495,7 +477,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return step.run(group, self.state, self._phase, self._stats)
 
     def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update an AdamW group and return an empty set, as AdamW also updates parameters whose gradient is zero."""
+        """Update an AdamW group; return an empty set: unlike Muon, AdamW skips no parameter whose gradient is zero."""
         tensors = [p for p in group["params"] if p.grad is not None]
         with self._phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]

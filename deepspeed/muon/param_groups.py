@@ -23,7 +23,7 @@ from deepspeed.muon.matrices.tp_sharding import whole_shape
 
 @dataclass(frozen=True)
 class Split:
-    """The result of :func:`split_groups`: the optimizer's parameter groups ("halves"), and the user group of each."""
+    """The result of :func:`split_groups`: the optimizer's parameter groups, and from which user group each comes."""
 
     #: The optimizer's parameter groups.
     halves: list[dict[str, Any]]
@@ -38,17 +38,16 @@ class Split:
 
 
 def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
-    """Split each of the user's parameter groups into two: a Muon half and an AdamW half.
+    """Split each of the user's parameter groups into "halves": a Muon group and an AdamW group of the optimizer.
 
-    Frozen parameters and empty halves are left out.
-    Each half has a key ``lr_ratio``: the half's learning rate divided by the user group's. Experts that are distributed
-    over ranks get further halves with the keys by which ZeRO finds experts: ``moe``, true, and ``name``, the name of
-    their process group.
+    Each half stores as ``lr_ratio`` its learning rate divided by the user group's. Frozen parameters and empty halves
+    are left out. Experts of different expert-parallel process groups get separate halves, with ``moe`` true and the
+    process group's name as ``name``, as ZeRO requires.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or dicts with ``params`` and settings that override the
             config's. Other keys of a dict are copied into both halves.
-        specs: parameter -> its route, for every trainable parameter.
+        specs: trainable parameter -> its :class:`MatrixSpec`, which says whether it goes to Muon.
 
     Raises:
         TypeError, ValueError: torch's optimizers would refuse ``params``, or a parameter is not in ``specs``.
@@ -85,11 +84,7 @@ def _checked(params: Any) -> list[dict[str, Any]]:
 def _halves(
     group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
 ) -> tuple[list[dict[str, Any]], float]:
-    """Split one of the user's parameter groups; return (its halves, the learning rate that a scheduler sees).
-
-    The halves are groups with the names ``{base}-muon`` and ``{base}-adam``. ``where``: prefix of error messages.
-    ``specs``, ``config``: as in :func:`split_groups`.
-    """
+    """Split one user group like :func:`split_groups`; return (halves, learning rate). ``where``: prefix of errors."""
     members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
         raise ValueError(
@@ -132,8 +127,8 @@ OF_HALVES = ("lr_ratio", "use_muon", "ns_choice", "ns_methods", "owner_counts", 
 def is_user_data(key: Any, value: Any) -> bool:
     """Return whether a key of a parameter group is the user's own data, such as ``lr_scale``, and not a setting.
 
-    Torch's optimizers keep every key that they do not know, and scripts rely on that. A key is not the user's own if
-    it is a setting of this optimizer, another project's name for one, or a misspelt one.
+    Misspelt settings and other projects' names of settings are not user data. A setting of torch's AdamW counts as user
+    data if its ``value`` changes no result, such as ``foreach=True``.
     """
     text = str(key).lower()
     if key in HARMLESS:
@@ -182,26 +177,20 @@ def check_decay_rates(group: Mapping[str, Any]) -> None:
 
 
 def expert_group(param: Any) -> str:
-    """Return the name of a parameter's expert-parallel process group; "" if the parameter is not part of an expert.
-
-    DeepSpeed sets ``allreduce = False`` on experts' parameters, because each rank has other experts.
-    """
+    """Return the name of a parameter's expert-parallel process group; "" if the parameter is not part of an expert."""
+    # DeepSpeed sets allreduce to False on experts, because each rank has other experts.
     return "" if getattr(param, "allreduce", True) else str(param.group_name)
 
 
 def check_options(
     model: nn.Module, specs: Iterable[MatrixSpec], config: MuonConfig, layers: Collection[nn.Module] | None
 ) -> dict[str, str]:
-    """Raise an error for options that have no effect on this model, or if Muon would update no matrix of it.
+    """Raise MuonConfigError if an option does not fit this model or has no effect, or if no matrix goes to Muon.
 
     ``layers``: the attention layers on which QK-clip acts; ``None`` without QK-clip.
 
-    Returns:
-        For a pipeline stage: {option without effect in this stage: error message}. The caller raises the error if the
-        option has no effect in any stage. For a whole model: an empty dict.
-
-    Raises:
-        MuonConfigError: an option has no effect on a whole model, or an update rule does not fit a matrix.
+    Return an empty dict for a whole model. For a pipeline stage, return {option without effect: error message}; the
+    caller raises the error if the option has no effect in any stage.
     """
     specs, rules = list(specs), config.rules.keys
     # Update rules treat outputs and inputs differently, so they must know which axis is which.
@@ -238,25 +227,23 @@ def check_options(
 
 
 def check_patterns(model: nn.Module, config: MuonConfig) -> None:
-    """Raise MuonConfigError if a pattern of the config matches no parameter on which it could act.
+    """Raise MuonConfigError if a pattern of ``muon_include``, ``muon_exclude`` or ``muon_split`` matches nothing.
 
-    Do nothing for a pipeline stage, because another stage may have the parameter.
+    ``muon_include`` and ``muon_split`` match only matrices. Do nothing for a pipeline stage, because another stage may
+    have the parameter.
     """
     _refuse(_unmatched(model, config), model)
 
 
 def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
-    """Raise MuonConfigError with the messages in ``unused``: {option without effect: message}.
-
-    For a pipeline stage return ``unused`` instead, because another stage may use the option.
-    """
+    """Raise MuonConfigError if ``unused`` has error messages. For a pipeline stage, return ``unused`` instead."""
     if unused and stages_of(model) == 1:
         raise MuonConfigError("\n".join(unused.values()))
     return unused
 
 
 def _unmatched(model: nn.Module, config: MuonConfig) -> dict[str, str]:
-    """Return {"option pattern": message} for each pattern that matches no parameter on which it could act."""
+    """Return {"muon_exclude .*bias": error message} for each pattern, with its option, that matches nothing."""
     names = shapes(model)
     matrices = [name for name, shape in names.items() if len(shape) >= 2], "matrices"
     targets = {"muon_include": matrices, "muon_exclude": (list(names), "parameters"), "muon_split": matrices}
@@ -274,13 +261,11 @@ MAX_REASONS = 4
 
 
 def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
-    """Return the error message for a model of which no parameter goes to Muon; ``None`` if training may start.
+    """Return the error message if no parameter goes to Muon and that is probably a mistake; otherwise ``None``.
 
-    Training may start with only AdamW, and a warning, if no matrix is trained, if the user sent all matrices to AdamW
-    (``muon_exclude``, ``use_muon = False``), or if only a part of the model is trained. But a model that trains only
-    low-rank adapters is refused, because ``muon_lora`` can send them to Muon.
-
-    ``is_part``: whether the model also has matrices that are not trained.
+    It is not a mistake if the model has no matrices, if the user sent all of them to AdamW (``muon_exclude``,
+    ``use_muon = False``), or if other matrices are frozen (``is_part``). It is one if only low-rank adapters are
+    trained, because ``muon_lora`` can send them to Muon.
     """
     if not specs:
         return (

@@ -27,8 +27,7 @@ from deepspeed.muon.tuning import Candidates, has_bf16, may_time
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
     """Return (the user's module, DDP's process group) of a model that DDP or ``torch.compile`` may have wrapped.
 
-    The process group is ``None`` without DDP. Raise UnsupportedError if the parameters are sharded, by FSDP or as
-    DTensors.
+    The process group is ``None`` without DDP. Raise UnsupportedError if FSDP or DTensors shard the parameters.
     """
     inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     is_ddp = isinstance(inner, DistributedDataParallel)
@@ -51,10 +50,7 @@ def _sharded_by(module: nn.Module) -> str | None:
 
 
 def bind_whole(optimizer: Any, replicas: Any) -> None:
-    """Call ``optimizer.bind`` in plain PyTorch, with or without DDP, where every rank has whole parameters.
-
-    ``replicas``: DDP's process group; ``None`` without DDP.
-    """
+    """Call ``optimizer.bind`` in plain PyTorch. ``replicas``: DDP's process group; ``None`` without DDP."""
     rank, copies = init_and_rank(replicas) if replicas else (0, 1)
     unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
     optimizer.context = StepContext(
@@ -87,15 +83,13 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
 
 
 def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
-    """Check that all DDP ranks have the same settings and plan, and create missing process groups; a collective.
+    """Check that all DDP ranks have the same settings and plan, and create the plan's process groups; a collective.
 
-    The process groups connect ranks that orthogonalize one matrix together. ``replicas``: DDP's group. Called in every
-    step, because one rank may have loaded another state since the last step.
+    Called in every step, because one rank may have loaded another state. ``replicas``: DDP's process group.
 
     Raises:
         RuntimeError: settings or plans differ between ranks.
-        UnsupportedError: DDP uses only some of the job's ranks, and ``owners_per_matrix`` is neither 1 nor
-            their number.
+        UnsupportedError: DDP uses only N of the job's ranks, and ``owners_per_matrix`` is neither 1 nor N.
     """
     start_watchdog()
     unavailable = sorted(kind for kind, reason in optimizer.context.unavailable.items() if reason)
@@ -105,7 +99,7 @@ def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
 
 
 def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
-    """Raise RuntimeError on all ranks of ``group`` unless ``facts`` are equal on all; a collective on ``device``."""
+    """Raise RuntimeError on all ranks of ``group`` if the texts ``facts`` differ between them; a collective."""
     parts = torch.tensor(list(hashlib.sha256("".join(facts).encode()).digest()), dtype=torch.int32, device=device)
     highest, lowest = all_maxima(torch.stack([parts, -parts]), group)
     if not torch.equal(highest, -lowest):
@@ -117,10 +111,9 @@ def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> N
 
 
 def _make_sets(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
-    """Create the process groups of ranks that orthogonalize one matrix together, unless all of them exist.
+    """Create process groups for ``sets`` of ranks, such as ``[(0, 1), (0, 1, 2, 3)]``, unless all exist.
 
-    ``sets``: the ranks of each group to which this rank belongs, such as ``[(0, 1), (0, 1, 2, 3)]``. All DDP ranks pass
-    the same sizes. ``group``: DDP's process group. Creating groups is a collective.
+    All ranks of ``group``, DDP's process group, call this together, each with the sets to which it belongs.
     """
     if all(map(is_made, sets)):
         return

@@ -37,7 +37,7 @@ WEIGHTS_ALONE = (
 
 @dataclass(frozen=True)
 class AsSaved:
-    """A wrapper that keeps ``Optimizer.load_state_dict`` from casting a loaded momentum to its parameter's dtype."""
+    """A loaded momentum, wrapped so that ``Optimizer.load_state_dict`` does not cast it to its parameter's dtype."""
 
     tensor: Tensor
     #: The dtype in which the saved run kept the momentum; a saved int8 momentum is fp32 in the file.
@@ -45,10 +45,9 @@ class AsSaved:
 
 
 class SavedForm:
-    """The ``state_dict`` and ``load_state_dict`` hooks that convert an optimizer's state to and from its form in files.
+    """The ``state_dict`` and ``load_state_dict`` hooks that convert optimizer state to and from its form in files.
 
-    For example, files contain an int8 momentum as fp32. A DeepSpeed engine sets the attributes below; in plain PyTorch
-    they keep their defaults.
+    For example, files contain an int8 momentum as fp32. A DeepSpeed engine sets the attributes below.
     """
 
     #: Whether saves rename the momentum for DeepSpeed's converter, and loads refuse a checkpoint of another routing.
@@ -67,7 +66,7 @@ class SavedForm:
     # ---- saving -------------------------------------------------------------------------------------------------
 
     def save(self, optimizer: Any, saved: Saved) -> None:
-        """Convert the state dict ``saved`` to its form in files, in place; the hook after ``state_dict``."""
+        """Convert the state dict ``saved`` in place to its form in files; torch calls this after ``state_dict``."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         state, groups = saved["state"], saved["param_groups"]
         for group in groups:
@@ -105,10 +104,10 @@ class SavedForm:
     # ---- loading ------------------------------------------------------------------------------------------------
 
     def before_load(self, optimizer: Any, saved: Saved) -> Saved:
-        """Return a copy of the state dict ``saved`` that torch can load; the hook before ``load_state_dict``.
+        """Return a copy of the state dict ``saved`` that torch can load. Torch calls this before ``load_state_dict``.
 
-        Each momentum becomes an :class:`AsSaved` under the key ``momentum_buffer``. Raise ValueError if an engine's
-        checkpoint assigns other parameters to Muon than this run.
+        Each momentum becomes an :class:`AsSaved` under the key ``momentum_buffer``. Under DeepSpeed, raise ValueError
+        if Muon updated other parameters in the saved run.
         """
         state, groups = dict(saved["state"]), [dict(group) for group in saved["param_groups"]]
         if self.is_convertible:
@@ -133,7 +132,7 @@ class SavedForm:
     def load(self, optimizer: Any) -> None:
         """Convert the loaded momentum, copy loaded values into existing state tensors, and plan the steps again.
 
-        This is the hook after ``load_state_dict``.
+        Torch calls this after ``load_state_dict``.
         """
         for group in optimizer.param_groups:
             # Muon groups saved by older versions have no betas; torch's schedulers cycle the betas of every group.
@@ -193,10 +192,7 @@ def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def group_kinds(groups: Groups) -> list[bool | None]:
-    """Return for each saved parameter group whether Muon (True) or AdamW (False) updated it.
-
-    ``None`` stands for a group that an optimizer other than :class:`MuonWithAuxAdam` saved.
-    """
+    """Return for each saved parameter group True (Muon), False (AdamW) or None (from an optimizer of another class)."""
     return [group.get("use_muon") for group in groups]
 
 
@@ -211,26 +207,23 @@ def fused_names(optimizer: Any) -> list[str]:
 
 
 def block_hashes(optimizer: Any) -> dict[str, str]:
-    """Return {parameter name: hash of how the parameter is split}, for parameters that are split into matrices."""
+    """Return {parameter name: hash of the matrices that it is split into}, for each parameter that is split."""
     cut = [spec for spec in optimizer.specs.values() if len(spec.blocks) > 1]
     return {s.name: short_hash(str([(b.offset, b.rows, b.cols, b.bands) for b in s.blocks]), 8) for s in cut}
 
 
 def muon_facts(optimizer: Any) -> dict[str, str]:
-    """Return {parameter name: hash of how it is split into matrices}, for Muon's parameters of all pipeline stages.
-
-    The hashes are those of :func:`block_hashes`; "" for a parameter that is a single matrix.
-    """
+    """Return :func:`block_hashes` of Muon's parameters in all pipeline stages, with "" for each that is not split."""
     if optimizer.context.muon_of_all_stages is not None:
         return optimizer.context.muon_of_all_stages
     return dict.fromkeys(sorted(muon_names(optimizer)), "") | block_hashes(optimizer)
 
 
 def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
-    """Return a text for error messages that says how to load the checkpoint ``folder`` at other stages or rank counts.
+    """Return advice for an error message: how to load the checkpoint ``folder`` at other ZeRO stages or rank counts.
 
-    ``stages``: ZeRO stages of the run that saved it and of this run. ``option``: an option for DeepSpeed's converter
-    that ends with a space, such as "--inject_missing_state ".
+    ``stages``: the ZeRO stages of the saved run and of this run. ``option``: an option to add to ``ds_to_universal``,
+    with a space at its end, such as "--inject_missing_state ".
     """
     if 0 in stages:
         return f"load it as it was saved, or {WEIGHTS_ALONE}"
@@ -239,9 +232,9 @@ def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
 
 
 def check_groups(optimizer: Any, groups: Groups) -> None:
-    """Raise ValueError if Muon updated other parameters in a saved run; see :func:`routing_difference`.
+    """Raise ValueError if the saved parameter groups do not fit this run; see :func:`routing_difference`.
 
-    ``groups``: the saved parameter groups. Warn if the saved run split a parameter into other matrices.
+    Only warn if the saved run split a parameter into other matrices.
     """
     if text := routing_difference(optimizer, groups):
         raise ValueError(text)
@@ -263,7 +256,7 @@ def check_groups(optimizer: Any, groups: Groups) -> None:
 def routing_difference(
     optimizer: Any, groups: Groups, folder: Path = Path("CHECKPOINT/TAG"), stages: Collection[int] = ()
 ) -> str | None:
-    """Return why saved parameter groups do not fit this run, as an error message; ``None`` if they fit.
+    """Return an error message if saved parameter groups do not fit this run; otherwise ``None``.
 
     They do not fit if another optimizer saved them, if Muon updated other parameters, or if Newton-Schulz used a dtype
     or method that this version does not know. ``folder``, ``stages``: see :func:`conversion`.
@@ -295,11 +288,10 @@ def routing_difference(
 
 
 def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group after a load: the saved ones, as with torch's optimizers.
+    """Return the settings of a parameter group after a load: those in ``saved``, as with torch's optimizers.
 
-    Warn about settings that differ from those of ``current``, the group before the load. The keys ``lr_ratio``,
-    ``name`` and ``moe`` keep their values from ``current``. There is no warning about learning rates, which schedules
-    change, nor about the choices that were made for the machine, such as ``ns_choice``.
+    Only ``lr_ratio``, ``name`` and ``moe`` stay as in ``current``, the group before the load. Warn about settings that
+    differ, except learning rates, which schedules change, and choices of the saved run, such as ``ns_choice``.
     """
     # Not the config's rates: a rate that the script has lowered by hand would jump back on every resume.
     if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):

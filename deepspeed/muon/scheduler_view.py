@@ -22,12 +22,13 @@ HALF_OF = {"betas": False, "momentum": True}
 
 
 class UserGroup(UserDict):
-    """A view of one parameter group that the user passed, which the optimizer has split into a Muon and an AdamW half.
+    """A parameter group that the user passed, as a view of the Muon and AdamW halves into which the optimizer split it.
 
-    Reading ``lr`` computes it from the halves. Writing ``lr`` or ``initial_lr`` sets it in each half, times the half's
-    ``lr_ratio``. ``betas`` are read from and written to the AdamW half, ``momentum`` from and to the Muon half. Other
-    keys that a scheduler writes are stored in this object. ``indices``: positions of the halves in
-    ``optimizer.param_groups``. ``lr``, ``betas``: values to return if no half has the key.
+    Reading ``lr`` or ``initial_lr`` returns a half's value divided by the half's ``lr_ratio``; writing sets both
+    halves. ``betas`` are the AdamW half's, ``momentum`` is the Muon half's. Other keys that a scheduler writes stay in
+    this object.
+
+    ``indices``: indices of the halves in ``optimizer.param_groups``. ``lr``, ``betas``: values if no half has the key.
     """
 
     def __init__(self, optimizer: Optimizer, indices: Sequence[int], lr: float, betas: tuple[float, float]) -> None:
@@ -64,9 +65,7 @@ class UserGroup(UserDict):
 
 
 class UserGroups(Optimizer):
-    """An object to pass to a learning-rate scheduler in place of ``optimizer``.
-
-    Its ``param_groups`` are the groups that the user passed, as :class:`UserGroup`; its ``step`` does nothing.
+    """The optimizer as a learning-rate scheduler sees it: with the user's parameter groups; ``step`` does nothing.
 
     ``origins`` and ``lrs``: for each of the user's groups, the indices of its halves and its learning rate.
     """

@@ -20,10 +20,7 @@ class Seam(NamedTuple):
         return f"{self.module}.{self.path}"
 
     def find(self) -> tuple[Any, str]:
-        """Return the class or module that has the attribute, and the attribute's name.
-
-        Raise ImportError or AttributeError if the installed DeepSpeed has no such attribute.
-        """
+        """Return (class or module, name of its attribute). Raise ImportError or AttributeError if it does not exist."""
         *parts, name = self.path.split(".")
         owner = functools.reduce(getattr, parts, importlib.import_module(self.module))
         getattr(owner, name)
@@ -57,10 +54,7 @@ def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
 
 @contextmanager
 def replaced(owner: Any, **functions: Callable) -> Iterator[None]:
-    """Replace methods or functions of ``owner`` in the ``with`` block: ``replaced(owner, name=function)``.
-
-    See :func:`replace` for how ``function`` is called.
-    """
+    """Replace functions of ``owner`` in the ``with`` block: ``replaced(owner, name=function)``. See :func:`replace`."""
     with ExitStack() as undo:
         for name, function in functions.items():
             undo.callback(replace(owner, name, function))

@@ -34,7 +34,7 @@ Actions = dict[str, str]
 
 @dataclass(frozen=True)
 class Source:
-    """The optimizer state of another run, from which :func:`write_state` imports; read one parameter at a time."""
+    """The optimizer state of another run, which :func:`write_state` imports one parameter at a time."""
 
     #: What the log calls this source.
     title: str
@@ -47,13 +47,13 @@ class Source:
 
 
 def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None) -> Actions:
-    """Return {parameter name: key of :data:`ACTIONS`}, how the state of each parameter in ``specs`` is to be imported.
+    """Return {parameter name: key of :data:`ACTIONS`}: how to import the state of each parameter in ``specs``.
 
-    ``choice``: the config's ``import_momentum``. It decides for parameters that AdamW updated and Muon updates now.
-    ``"zero"`` also decides for the opposite change; with ``None``, both changes raise an error.
+    ``choice``, the config's ``import_momentum``, is the action for parameters that AdamW updated and Muon updates now.
+    ``"zero"`` is also the action for the reverse.
 
     Raises:
-        ImportStateError: ``source`` lacks a parameter, or ``choice`` does not decide for one.
+        ImportStateError: ``source`` lacks a parameter, or ``choice`` gives no action for one (``None`` gives none).
     """
     actions: Actions = {}
     texts = {
@@ -82,8 +82,8 @@ def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None)
 def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actions: Actions) -> None:
     """Import the state of a partition's parameters into the optimizer's state tensors on this rank.
 
-    Parameters that are not in ``actions`` keep their state. A tensor that holds several parameters gets the largest of
-    their step counts. An AdamW group also stores how many of these steps each of the other parameters missed.
+    Parameters that are not in ``actions`` keep their state. A tensor has one step count, the largest of its
+    parameters'. An AdamW group also stores how many fewer steps each parameter has taken.
     """
     group, made = optimizer.param_groups[partition.index], dict[str, float]()
     for shard in partition.shards:
@@ -118,7 +118,7 @@ def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source
 
 
 def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
-    """Log for each parameter group the number of imported parameters for each way of import (:data:`ACTIONS`)."""
+    """Log how the states of each parameter group were imported, such as "8 x momentum_buffer as saved"."""
     for index, group in enumerate(optimizer.param_groups):
         shards = (shard for part in optimizer.all_partitions if part.index == index for shard in part.shards)
         names = dict.fromkeys(shard.spec.name for shard in shards)
@@ -127,7 +127,7 @@ def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> 
         if counts:
             kinds = ", ".join(f"{count} x {text}" for text, count in counts.items())
             logger.info(
-                "deepspeed-muon: optimizer state of parameter group %s: imported from %s: %s",
+                "deepspeed-muon: imported the optimizer state of parameter group %s from %s: %s",
                 group["name"],
                 source.title,
                 kinds,
@@ -135,7 +135,7 @@ def log_import(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> 
 
 
 def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) -> None:
-    """Warn about fused parameters (such as QKV) that the other run's Muon may have orthogonalized unsplit."""
+    """Warn about fused parameters, such as QKV, that Muon splits now but may have updated whole in the other run."""
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             "deepspeed-muon: %d fused parameters (first: %s) are now updated as several matrices; if %s updated each "
@@ -178,7 +178,7 @@ def import_state(
             "import with CPU offload, save a checkpoint, and resume it with NVMe"
         )
     if convention not in ("ema", "sum"):
-        raise ImportStateError(f'convention: got {convention!r}, expected "ema" or "sum"')
+        raise ImportStateError(f'import_state got convention={convention!r}; pass "ema" or "sum"')
     source = _of_state_dict(optimizer, state_dict, convention == "sum", names)
     found = [spec for spec in optimizer.specs.values() if spec.name in source.is_muon]
     actions = plan_import(found, source, momentum_policy(optimizer, source))
@@ -190,9 +190,9 @@ def import_state(
 
 
 def momentum_policy(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
-    """Return the argument ``choice`` of :func:`plan_import`: the config's ``import_momentum``, or its default.
+    """Return the argument ``choice`` for :func:`plan_import`: the config's ``import_momentum``, or its default.
 
-    Return ``None`` if the user has not set the key and the run that made ``source`` used Muon.
+    Return ``None`` if the user has not set the key and Muon updated parameters in the other run.
     """
     is_set = "import_momentum" in optimizer.config.model_fields_set
     return optimizer.config.import_momentum if is_set or not any(source.is_muon.values()) else None
@@ -201,7 +201,7 @@ def momentum_policy(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
 def _of_state_dict(
     optimizer: MuonWithAuxAdam, state_dict: Mapping[str, Any], is_sum: bool, names: Sequence[str] | None
 ) -> Source:
-    """Check a state_dict and return it as a :class:`Source`. ``is_sum``: the convention of the momentum is "sum"."""
+    """Check a state_dict and return it as a :class:`Source`. ``is_sum``: whether ``convention`` is "sum"."""
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     groups = state_dict["param_groups"]
     members = [(index, group.get("momentum")) for group in groups for index in group["params"]]
@@ -209,7 +209,10 @@ def _of_state_dict(
     entries = {name: state_dict["state"][index] for name, (index, _) in named if state_dict["state"].get(index)}
     decays = {name: momentum for name, (_, momentum) in named}
     if problems := list(_problems(specs, entries, decays, is_sum)):
-        raise ImportStateError("the state_dict does not fit the model: " + "; ".join(problems[:8]))
+        raise ImportStateError(
+            "the state_dict does not fit the model; pass one of the same model, and names in the state_dict's order: "
+            + "; ".join(problems[:8])
+        )
 
     def read(name: str, key: str) -> Tensor:
         value = entries[name][key]
@@ -245,10 +248,9 @@ def _names(groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> 
 def _problems(
     specs: Mapping[str, MatrixSpec], entries: Mapping[str, Mapping[str, Any]], decays: Mapping[str, Any], is_sum: bool
 ) -> Iterator[str]:
-    """Yield an error text for each way in which a state_dict does not fit the model.
+    """Yield an error text for each parameter whose saved state, ``entries[name]``, does not fit the model.
 
-    Keys of all three dicts are parameter names. ``entries``: the saved state. ``decays``: the saved ``momentum``.
-    ``is_sum``: the convention of the momentum is "sum".
+    ``decays``: parameter name -> ``momentum`` of its saved group. ``is_sum``: whether ``convention`` is "sum".
     """
     for name, entry in entries.items():
         keys = [keys for keys in KEYS.values() if all(isinstance(entry.get(key), Tensor) for key in keys)]

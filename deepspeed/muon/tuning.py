@@ -59,7 +59,7 @@ Candidate = tuple[str, str]
 class Tuning:
     """The result of :meth:`Candidates.choose`: the chosen dtype, methods and kernels of Newton-Schulz.
 
-    ``rates``: operations per second that were measured on the slowest rank; empty if nothing was timed.
+    ``rates``: {dtype: {kernels: operations per second on the slowest rank}}; empty if nothing was timed.
     """
 
     choice: Choice
@@ -76,9 +76,9 @@ class Tuning:
     def log_saved_choice(
         self, saved: Choice, shapes: Mapping[Shape, int], schedule: Schedule, tables: Collection[str]
     ) -> None:
-        """Log ``saved``, the choice in a checkpoint, if it replaces another choice of this run.
+        """Log that ``saved``, the choice in a loaded checkpoint, replaces this run's choice, if the two differ.
 
-        Warn instead if ``saved`` is unavailable on this machine or much slower than another choice.
+        Warn instead if kernels in ``saved`` are unavailable, or if this run's choice is much faster.
         ``shapes``: (rows, columns) -> number of matrices. ``tables``: names of the kernels that are available.
         """
         speedup = self.speedup_over(saved, shapes, schedule)
@@ -116,10 +116,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The dtypes, methods and kernels from which those of Newton-Schulz are chosen.
-
-    Order of each: the most exact dtype first, the default method first, plain PyTorch's kernels first.
-    """
+    """Dtypes (most exact first), methods (default first) and kernels (PyTorch's first) that Newton-Schulz may use."""
 
     dtypes: tuple[str, ...]
     methods: tuple[str, ...]
@@ -138,10 +135,9 @@ class Candidates:
     ) -> Candidates:
         """Return the candidates that the config allows.
 
-        Args:
-            tables: name -> kernels that can compute matrix products on ``device``, plain PyTorch's first.
-            ns_methods: the values of ``ns_method`` in the Muon groups.
-            has_bf16: whether the device has instructions for bf16; see :func:`has_bf16`.
+        ``tables``: name -> kernels that can multiply matrices on ``device``, plain PyTorch's first. ``ns_methods``: the
+        values of ``ns_method`` in the Muon groups. ``has_bf16``: whether ``device`` has bf16 instructions; see
+        :func:`has_bf16`.
         """
         left_out = {"bf16": not has_bf16, "fp16": config.ns_normalization == "aol"}
         dtypes = tuple(name for name in DTYPES if not left_out.get(name))
@@ -155,9 +151,9 @@ class Candidates:
         return self.dtypes[0] if self.device.type == "cpu" else self.dtypes[-1]
 
     def choose_untimed(self, shapes: Mapping[Shape, int]) -> Tuning:
-        """Choose without timing: the default dtype, and for each shape the method with fewer operations.
+        """Return, without timing, the default dtype, and for each shape the method with fewer operations.
 
-        On a CPU, the last entry of ``tables`` is used; on other devices, plain PyTorch's kernels.
+        The kernels are the last in ``self.tables`` on a CPU, and plain PyTorch's on other devices.
         """
         table = list(self.tables)[-1] if self.device.type == "cpu" else TORCH
         return Tuning(fewest_operations(shapes, self.schedule, self.default_dtype, self.methods, table))
@@ -170,12 +166,14 @@ class Candidates:
         is_logging_rank: bool = True,
         slowest: Callable[[Callable[[], Rates]], Rates] = lambda measure: measure(),
     ) -> Tuning:
-        """Time the candidates and return the fastest; with only one dtype and one set of kernels, do not time.
+        """Time the candidates and return the fastest.
+
+        If only one dtype and one set of kernels can be chosen, or ``may_time`` is false, return :meth:`choose_untimed`.
 
         Args:
             shapes: (rows, columns) -> number of matrices in the model.
-            world_size: number of ranks that share the matrices; it decides how many matrices a batch has.
-            may_time: whether timing is allowed, see :func:`may_time`; if not, call :meth:`choose_untimed`.
+            world_size: number of ranks that share the matrices; it decides how many matrices are timed as one batch.
+            may_time: whether timing is allowed, see :func:`may_time`.
             is_logging_rank: whether this process logs that compiling may take long.
             slowest: takes a function that measures this process's rates, and returns the slowest rank's rates.
         """
@@ -207,12 +205,12 @@ def measure_rates(
 ) -> Rates:
     """Time one iteration of Newton-Schulz; return {dtype: {name of kernels: operations per second}}.
 
-    The matrices have the shape that takes most time in a step. Kernels that raise an error, or whose result
-    differs from plain PyTorch's, are left out with a warning; those that a short trial finds far slower, without one.
+    The timed matrices have the shape that takes most time in a step. Kernels that fail or compute wrong results are
+    left out with a warning. Candidates that are far slower in a short trial are left out without a warning.
 
     Args:
         shapes: (rows, columns) -> number of matrices in the model; at least one shape.
-        world_size: number of ranks that share the matrices; it decides how many matrices a batch has.
+        world_size: number of ranks that share the matrices; it decides how many matrices are timed as one batch.
         dtypes: keys of :data:`DTYPES`, the most exact first.
         tables: name -> kernels, plain PyTorch's first.
     """
@@ -247,9 +245,9 @@ def _operations(rows: int, cols: int) -> int:
 
 
 def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> Tensor:
-    """Return a random fp32 tensor ``[batch, rows, cols]`` to time, rows <= cols, each row with a norm of about 1.
+    """Return random fp32 matrices ``[batch, rows, cols]`` to time: rows <= cols, batch <= ``count``, row norms about 1.
 
-    ``shape`` is halved until one iteration has at most ``limit`` operations. ``count``: the maximum of ``batch``.
+    ``shape`` is halved until one iteration has at most ``limit`` operations.
     """
     rows, cols = sorted(shape)
     while _operations(rows, cols) > limit and rows > 1:
@@ -264,10 +262,7 @@ def _matrices(shape: Shape, count: int, limit: float, device: torch.device) -> T
 def _shortest_runs(
     x: Tensor, candidates: Collection[Candidate], tables: Mapping[str, Operations], clock: Callable[[], float]
 ) -> dict[Candidate, float]:
-    """Return {(dtype, name of kernels): seconds of the shortest run on ``x``}.
-
-    Candidates that fail are left out, with a warning.
-    """
+    """Return {(dtype, kernels): seconds of the shortest run on ``x``}; leave out, and warn of, those that fail."""
     work, in_dtype = Workspace(), {dtype: x.to(DTYPES[dtype]) for dtype, _ in candidates}
     shortest: dict[Candidate, float] = {}
     for dtype, name in candidates:
@@ -276,7 +271,10 @@ def _shortest_runs(
             shortest[dtype, name] = float("inf")
         except Exception as error:  # a kernel that does not compile or run must not end the training
             logger.warning(
-                "deepspeed-muon: the Newton-Schulz kernels of %s fail in %s and are not used: %s", name, dtype, error
+                "deepspeed-muon: the Newton-Schulz kernels of %s fail in dtype %s and are not used: %s",
+                name,
+                dtype,
+                error,
             )
     spent = dict.fromkeys(shortest, 0.0)
     for _ in range(RUNS):
@@ -291,7 +289,7 @@ def _shortest_runs(
 
 
 def _check(table: Operations, x: Tensor, work: Workspace) -> None:
-    """Raise ArithmeticError if an iteration with the kernels ``table`` differs too much from PyTorch's in fp32."""
+    """Raise ArithmeticError if an iteration on ``x`` with the kernels ``table`` is far from plain PyTorch's in fp32."""
     eps, out, x = torch.finfo(x.dtype).eps, iterate(table, x, work).float(), x.float()
     c, b, a = POLYNOMIAL
     gram = x @ x.mT
@@ -299,23 +297,21 @@ def _check(table: Operations, x: Tensor, work: Workspace) -> None:
     error = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
     if not error <= MAX_ERROR * eps:
         raise ArithmeticError(
-            f"the result differs from plain PyTorch's by {float(error):.1e} (relative), more than the "
+            f"an iteration's result differs from plain PyTorch's by {float(error):.1e} (relative), more than the "
             f"{MAX_ERROR * eps:.1e} allowed"
         )
 
 
 def may_time() -> bool:
-    """Return whether kernels may be chosen by timing them.
-
-    Return False under ``torch.use_deterministic_algorithms``, because another run may find other kernels fastest.
-    """
+    """Return whether kernels may be chosen by timing: not under ``torch.use_deterministic_algorithms``."""
+    # Another run may find other kernels fastest.
     return not torch.are_deterministic_algorithms_enabled()
 
 
 def has_bf16(device_type: str, supported: bool | None = None) -> bool:
     """Return whether a device has bf16 instructions. NVIDIA GPUs before Ampere (V100, T4) only emulate bf16.
 
-    For a CPU return True: if it only emulates bf16, :func:`measure_rates` finds bf16 slow. ``supported``: what
+    For a CPU return True, because :func:`measure_rates` finds out whether bf16 is slow there. ``supported``: what
     DeepSpeed says about an accelerator other than CUDA; ``None``: ask torch.
     """
     if device_type == "cpu":
@@ -329,19 +325,15 @@ def has_bf16(device_type: str, supported: bool | None = None) -> bool:
 
 
 def keep_dtype_hint(dtype: str) -> str:
-    """Return a text for the log: the setting with which later runs use the dtype ``dtype``, too.
-
-    Without it, every start times the dtypes again and may choose another one.
-    """
+    """Return a text for the log: the setting that keeps ``dtype`` in later runs, where timing might choose another."""
     return f'"ns_dtype": "{dtype}" in optimizer.params keeps this dtype in new runs'
 
 
 def resume_choice(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choice:
     """Return the Newton-Schulz dtype, methods and kernels for a parameter group; store them in ``group["ns_choice"]``.
 
-    Checkpoints contain ``ns_choice``. After a load, shapes of matrices in it keep their methods and kernels, so that
-    a resumed run is bitwise the same; other shapes get those of ``default``. ``ns_dtype``: the config's value; ``auto``
-    keeps the dtype of the checkpoint.
+    Keep those of a loaded ``group["ns_choice"]``, so that a resumed run is bitwise the same. Matrix shapes that it
+    lacks get those of ``default``. If the config's ``ns_dtype`` is not ``auto``, it is the dtype.
     """
     choice = default
     if "ns_choice" in group:
@@ -360,9 +352,9 @@ def method_of(choice: Choice, ns_method: str, rows: int, cols: int) -> str:
 def with_products(
     kernels: Operations, tables: Mapping[str, Operations], choice: Choice, rows: int, cols: int
 ) -> Operations:
-    """Return a copy of ``kernels`` whose matrix products are those that ``choice`` names for rows x cols matrices.
+    """Return ``kernels`` with the matrix products of the kernels that ``choice`` names for rows x cols matrices.
 
-    Where these are unavailable, plain PyTorch computes the products. ``tables``: name -> kernels that are available.
+    ``tables``: name -> available kernels. Plain PyTorch computes the products of kernels that are unavailable.
     """
     recipe = choice.recipe(rows, cols)
     found = {kind: tables.get(getattr(recipe, kind), tables[TORCH]) for kind in Products._fields}
