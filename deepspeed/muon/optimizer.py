@@ -231,7 +231,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Return a context in which ``state_dict`` has all ranks' NorMuon second moments; entering it is a collective."""
+        """Return a context in which ``state_dict`` has all ranks' second moments of NorMuon; entry is a collective."""
         return self.second_moments.whole()
 
     @property
