@@ -178,7 +178,7 @@ def import_state(
             "import with CPU offload, save a checkpoint, and resume it with NVMe"
         )
     if convention not in ("ema", "sum"):
-        raise ImportStateError(f'import_state got convention={convention!r}; pass "ema" or "sum"')
+        raise ImportStateError(f'import_state: convention is {convention!r}; pass "ema" or "sum"')
     source = _of_state_dict(optimizer, state_dict, convention == "sum", names)
     found = [spec for spec in optimizer.specs.values() if spec.name in source.is_muon]
     actions = plan_import(found, source, momentum_policy(optimizer, source))
