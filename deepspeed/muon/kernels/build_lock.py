@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let one process build an extension while others wait, for a limited time. A process that waits long logs it.
+"""A lock that lets one process build an extension while others wait, at most ``GIVE_UP_AFTER`` seconds.
 
-The operating system releases a lock of ``flock`` when its process ends, so a killed build leaves none behind. torch
-builds DeepSpeed's own extensions under another lock, which is held as long as a file exists (``FileBaton``) and which a
-killed build leaves forever; :func:`wait_for_torch` logs which file a process waits for.
+The lock is ``flock``'s, which the operating system releases when the process ends. torch builds DeepSpeed's own
+extensions under another lock, a file (``FileBaton``) that a killed process leaves behind; :func:`wait_for_torch` names
+it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ COMPILERS = frozenset(
 
 @contextmanager
 def build_lock(path: Path) -> Iterator[bool]:
-    """Hold a lock on the file ``path``; yield whether it excludes every process that shares the folder.
+    """Hold a lock on the file ``path`` within the ``with`` block. Other processes that ask for the same lock wait.
 
-    If the folder's file system has no ``flock``, lock a file in the machine's temporary folder instead, and yield
-    False: one process of each machine then builds.
+    Yield True. If the file system has no ``flock``, lock a file in the machine's temporary folder instead, and yield
+    False: processes on other machines then do not wait.
 
     Raises:
         TimeoutError: another process has held the lock for ``GIVE_UP_AFTER`` seconds.
@@ -57,13 +57,18 @@ def build_lock(path: Path) -> Iterator[bool]:
             if isinstance(error, TimeoutError) or error.errno not in NO_FLOCK:
                 raise
             local = Path(tempfile.gettempdir()) / f"{path.parent.name}_{os.getuid()}.lock"
-            logger.info("deepspeed-muon: %s is on a file system without flock; locking %s instead", path, local)
+            logger.info(
+                "deepspeed-muon: the file system of %s has no file locks (flock), so each machine builds the C++ "
+                "kernels for itself, under the lock %s",
+                path,
+                local,
+            )
             _take(files.enter_context(local.open("a")))
             yield False
 
 
 def _take(file: IO[str]) -> None:
-    """Wait until this process holds a lock on ``file``; closing the file releases it."""
+    """Wait until this process holds a lock on ``file``. Closing the file releases the lock."""
     began, is_told = time.monotonic(), False
     while True:
         try:
@@ -73,19 +78,24 @@ def _take(file: IO[str]) -> None:
             waited = time.monotonic() - began
         if waited >= GIVE_UP_AFTER:
             raise TimeoutError(
-                f"another process has held {file.name} for {waited / 60:.0f} minutes; {_compilers()}; the lock ends "
-                "with the process that holds it: if that process hangs, end it and start again"
+                f"another process has held the build lock {file.name} for {waited / 60:.0f} minutes, and {_compilers()}"
+                ". If that process hangs, end it, which releases the lock, and start again"
             )
         if waited >= TELL_AFTER and not is_told:
             is_told = True
-            _tell("waiting for another process to build the C++ kernels (it holds %s); %s", file.name, _compilers())
+            _tell(
+                "waiting for another process to build the C++ kernels; it holds the lock %s, and %s",
+                file.name,
+                _compilers(),
+            )
         time.sleep(INTERVAL)
 
 
 def wait_for_torch(original: Callable[[Any], None], baton: Any) -> None:
-    """Call torch's ``FileBaton.wait`` (``original``), and log which file it waits for if it waits long.
+    """Wait, as torch's ``FileBaton.wait`` (``original``) does, until another process has built an extension.
 
-    That wait never ends if the process that created the file was killed.
+    After ``TELL_AFTER`` seconds, log the path of the lock file that torch waits for. If the process that created the
+    file was killed, the wait does not end until a user deletes the file.
     """
     timer = threading.Timer(TELL_AFTER, _tell_of_file, [Path(baton.lock_file_path)])
     timer.daemon = True
@@ -102,8 +112,8 @@ def _tell_of_file(path: Path) -> None:
     except OSError:  # removed meanwhile
         return
     _tell(
-        "waiting for %s, which a process that builds %s made %s ago; %s. If no process builds it on any machine that "
-        "shares this folder, the builder was killed: delete this file",
+        "waiting until the lock file %s is gone, which a process that builds %s created %s ago; %s. If no machine that "
+        "shares this folder is building that extension, the process was killed: delete the file",
         path,
         path.parent.name,
         f"{age:.0f} s" if age < 600 else f"{age / 60:.0f} minutes" if age < 36000 else f"{age / 3600:.0f} hours",
@@ -112,13 +122,13 @@ def _tell_of_file(path: Path) -> None:
 
 
 def _tell(text: str, *values: Any) -> None:
-    """Log a warning on one rank per machine, because the machine's other ranks wait for the same file."""
+    """Log a warning, on only one rank of each machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(f"deepspeed-muon: {text}", *values)
 
 
 def _compilers() -> str:
-    """Return, as text, which compilers run on this machine."""
+    """Return which compilers run on this machine, such as ``g++ runs on this machine``."""
     names = {process.info["name"] for process in psutil.process_iter(["name"])}
     running = sorted(COMPILERS & {name for name in names if name})
     return f"{', '.join(running)} runs on this machine" if running else "no compiler runs on this machine"

@@ -30,16 +30,13 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
 
 
 def cpu_capability() -> str:
-    """Return the vector instructions that ATen uses on this CPU, as a key of :data:`CAPABILITIES`.
-
-    The environment variable ``ATEN_CPU_CAPABILITY`` can limit ATen to fewer instructions.
-    """
-    found = torch.backends.cpu.get_cpu_capability()
+    """Return which vector instructions ATen uses on this CPU, as a key of :data:`CAPABILITIES`, such as ``AVX2``."""
+    found = torch.backends.cpu.get_cpu_capability()  # which ATEN_CPU_CAPABILITY can limit
     return next((name for name in CAPABILITIES if found.startswith(name)), "DEFAULT")
 
 
 class MuonBuilder(CPUOpBuilder):
-    """The builder of the C++ kernels for the CPU. CPU offload needs them on machines with an accelerator, too."""
+    """The DeepSpeed op builder of the C++ kernels for the CPU, which CPU offload uses on machines with a GPU, too."""
 
     BUILD_VAR = "DS_BUILD_MUON"
     NAME = "muon"
@@ -48,22 +45,20 @@ class MuonBuilder(CPUOpBuilder):
         super().__init__(name=self.NAME)
 
     def absolute_name(self) -> str:
-        """Return the name of the module that is built ahead of time."""
+        """Return the import name of the module that ``DS_BUILD_MUON=1 pip install`` builds."""
         return f"deepspeed.muon.kernels.{self.NAME}_op"
 
     def sources(self) -> list[str]:
-        """Return the paths of csrc/muon's C++ files; a wheel has them inside the package, a checkout next to it."""
+        """Return the paths of the C++ files: in the installed package, or in ``csrc/muon`` of a checkout."""
         package = Path(__file__).resolve().parents[1]
         folders = (package / "csrc", package.parents[1] / "csrc" / "muon")
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
 
     def cxx_args(self) -> list[str]:
-        """Return the compiler flags, with ATen's for :func:`cpu_capability` instead of ``-march=native``.
-
-        Machines of one capability share a build, and what ``-march=native`` makes on one of them may be an illegal
-        instruction on another. Contraction is off, because bits must not depend on how a loop is compiled. -fopenmp is
-        not passed to the linker, because the threads must be those of torch's own copy of the library.
-        """
+        """Return the compiler flags, with the vector instructions of :func:`cpu_capability`, not ``-march=native``."""
+        # Machines of one capability share a build, and -march=native may use instructions that some of them lack.
+        # Without contraction, bits do not depend on how a loop is compiled. The linker does not get -fopenmp, because
+        # the threads must be those of torch's own copy of the library.
         capability = cpu_capability()
         vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]  # as ATen's own files have it
         threads = ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
@@ -71,9 +66,9 @@ class MuonBuilder(CPUOpBuilder):
         return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off", *amd]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether the kernels can be built: sources and a C++ compiler are found, and torch is recent enough.
+        """Return whether the kernels can be built: their sources, a C++ compiler and torch 2.6 or later are installed.
 
-        If they cannot, ``error_log`` holds the reason. ``verbose``: whether to log the reason, too.
+        If not, ``error_log`` holds the reason; if ``verbose``, it is logged, too.
         """
         compiler = os.environ.get("CXX", "c++").split()[0]
         if not self.sources():
@@ -89,19 +84,19 @@ class MuonBuilder(CPUOpBuilder):
         return False
 
     def load(self, verbose: bool = False) -> Any:
-        """Return the C++ module: the one built ahead of time if it fits this torch and CPU, otherwise build one now.
+        """Return the C++ module: an existing build for this torch and CPU or, if there is none, a new one.
 
         Raises:
-            Exception: of any type, if there is no compiler, the build fails, or another process builds for too long.
+            Exception: of any type: there is no compiler, the build failed, or another process builds for too long.
         """
         if self.NAME not in self._loaded_ops:
             self._loaded_ops[self.NAME] = self._installed() or self._compiled(verbose)
         return self._loaded_ops[self.NAME]
 
     def path(self) -> Path:
-        """Return the path of the module that is built at first use.
+        """Return the path of the module that the first use builds: ``.../HASH/muon_avx2.so``.
 
-        The name of its folder is a hash of sources, compiler flags and libraries.
+        The hash changes with the sources, the compiler flags, torch, Python and the C library.
         """
         from torch.utils.cpp_extension import _get_build_directory
 
@@ -116,7 +111,7 @@ class MuonBuilder(CPUOpBuilder):
         return Path(_get_build_directory(name, False)) / digest.hexdigest()[:16] / f"{name}.so"
 
     def _compiled(self, verbose: bool) -> Any:
-        """Return the module that an earlier job has built; otherwise build it in one process while the others wait."""
+        """Return the module that an earlier process has built; otherwise build it in one process while others wait."""
         path, began = self.path(), time.perf_counter()
         if module := self._imported(path):
             return module
@@ -135,14 +130,18 @@ class MuonBuilder(CPUOpBuilder):
         return module
 
     def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
-        """Build in a temporary folder, and move the result to ``path``, so that a killed build leaves no partial file.
+        """Build the module in a temporary folder, move it to ``path``, and return it.
 
-        ``is_only_builder``: whether no other process can build in the folder of ``path`` at the same time.
+        ``is_only_builder``: whether no other process builds there; what killed builds have left is then removed.
         """
         from torch.utils import cpp_extension
 
         if path.exists():
-            logger.warning("deepspeed-muon: %s is damaged or from another machine, so it is built again", path)
+            logger.warning(
+                "deepspeed-muon: building the C++ kernels again, because %s is damaged or from a machine with other "
+                "libraries; if this repeats at each start, give each kind of machine its own TORCH_EXTENSIONS_DIR",
+                path,
+            )
         if is_only_builder:  # remove what killed builds have left
             for left in path.parent.glob("build_*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -162,7 +161,7 @@ class MuonBuilder(CPUOpBuilder):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _imported(self, path: Path) -> Any:
-        """Return the module in the file ``path``; ``None`` if the file does not exist or cannot be loaded."""
+        """Return the module in the file ``path``; ``None`` if the file is missing or cannot be loaded."""
         if not path.is_file():
             return None
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -176,7 +175,7 @@ class MuonBuilder(CPUOpBuilder):
             return None
 
     def _installed(self) -> Any:
-        """Return the module built ahead of time; ``None`` if it does not exist or is for another torch or CPU."""
+        """Return the module that ``pip install`` built; ``None`` if it is missing or for another torch or CPU."""
         try:
             module = importlib.import_module(self.absolute_name())
         except ImportError:  # not built, or built for another torch

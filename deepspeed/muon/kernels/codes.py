@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors stored in int8: a code per element, and in fp32 the largest magnitude of each block of elements.
+"""Storage of tensors in int8: a code for each element, and an fp32 magnitude for each block of 128 elements.
 
 Blockwise quantization as in Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
 (arXiv 2110.02861), with linear codes, which Gupta et al., "Effective Quantization of Muon Optimizer States" (arXiv
-2509.23106), find sufficient for the momentum of Muon. A value is code / 127 times the magnitude of its block. The
-element with that magnitude has the code 127 or -127, however the block is rounded, so that decoded values give the same
-codes and magnitudes again when they are encoded to nearest.
+2509.23106), find sufficient for the momentum of Muon. A value is code / 127 times the largest magnitude of its block,
+whose element always gets the code 127 or -127. So encoding decoded values to nearest gives the same codes again.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ SMALLEST = 2.0**-119
 
 
 def block_count(numel: int) -> int:
-    """Return the number of blocks that ``numel`` elements form; the last block may be shorter."""
+    """Return ``numel / BLOCK``, rounded up: the number of blocks of a tensor with ``numel`` elements."""
     return -(-numel // BLOCK)
 
 
 def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
-    """Decode the int8 codes of consecutive elements into ``out``, and return their values, fp32, a view of ``out``.
+    """Return the fp32 values of consecutive int8 codes, a view of ``out``: code / 127 times the block's magnitude.
 
     Args:
-        codes: int8, 1-D.
-        absmax: fp32, 1-D: the largest magnitude of each block that contains some of the elements.
-        skipped: number of elements of the first block that precede ``codes``.
+        codes: int8, 1-D; may begin and end within a block.
+        absmax: fp32, 1-D: the largest magnitude of each block that contains some of the codes.
+        skipped: the index of the first code in its block, from 0 to 127.
         out: fp32, 1-D, with ``BLOCK`` elements for each element of ``absmax``; overwritten.
     """
     values = out[skipped : skipped + codes.numel()]
@@ -42,16 +41,16 @@ def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, codes: Tensor, absmax: Tensor, noise: Tensor | float) -> None:
-    """Write the codes and the blocks' magnitudes of ``values``. A code is floor(127 value / magnitude + ``noise``).
+    """Quantize ``values`` to int8: code = floor(127 value / m + ``noise``), where m is the block's largest magnitude.
 
     Args:
-        values: fp32, 1-D, whole blocks, with zeros after the last element; overwritten.
-        codes: int8, 1-D: receives one code per element.
-        absmax: fp32, 1-D: receives the largest magnitude of each block.
-        noise: 1/2 rounds to nearest. A tensor of uniform random numbers, fp32, as long as ``values``, rounds
-            stochastically; they are from 2^-16 to 1 - 2^-16, which is farther from 0 and 1 than the rounding error of a
-            block's largest value, so that its code is always 127 or -127.
+        values: fp32, 1-D: whole blocks, the last one padded with zeros; overwritten.
+        codes: int8, 1-D: receives a code for each element before the padding.
+        absmax: fp32, 1-D: receives m of each block.
+        noise: 1/2 rounds to nearest. Uniform random numbers from 2^-16 to 1 - 2^-16, fp32, as many as ``values``, round
+            stochastically.
     """
+    # Noise is farther from 0 and 1 than the rounding error of a block's largest value, so its code is 127 or -127.
     blocks = values.view(-1, BLOCK)
     low, high = torch.aminmax(blocks, dim=-1)
     torch.maximum(high, low.neg_(), out=absmax)

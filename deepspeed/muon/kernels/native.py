@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of C++ kernels for the CPU. Calls that they do not support go to the reference in plain PyTorch."""
+"""The :class:`Operations` that run the C++ kernels for the CPU."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 @functools.cache
 def operations() -> Operations:
-    """Return the C++ kernels. The first call in a process loads them; one rank builds them first, if necessary.
+    """Return the C++ kernels for the CPU. The first call in a process loads them and, if necessary, builds them.
 
     Raises:
-        KernelError: no compiler, the build failed, or another process has been building for too long.
+        KernelError: there is no compiler, the build failed, or another process has been building for too long.
     """
     return table(_load())
 
 
 def unavailable() -> str | None:
-    """Return why :func:`operations` raises an error; ``None`` if it does not."""
+    """Load the C++ kernels, and return why that failed; ``None`` if they can be used."""
     try:
         operations()
     except KernelError as error:
@@ -46,15 +46,16 @@ def _load() -> Any:
 
 
 def table(module: Any) -> Operations:
-    """Return the kernels of a built C++ module as :class:`Operations`; plain PyTorch computes what they do not support.
+    """Return the functions of a built C++ module as :class:`Operations`.
 
-    A C++ function that does not support its arguments does nothing and returns false.
+    Calls that the module does not support, such as those with GPU tensors, go to plain PyTorch.
     """
 
     def without_workspace(name: str) -> Callable[..., None]:
         compiled = getattr(module, name)
 
         def call(*args: Any) -> None:
+            # A C++ function returns false, and has done nothing, if it does not support its arguments.
             if not compiled(*args[:-1]):
                 getattr(reference, name)(*args)
 

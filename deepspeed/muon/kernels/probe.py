@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the kernels of a table on random matrices, to check that they work, and to compile them before a step."""
+"""Run kernels on matrices that no training needs: to check their results, and to compile them before the first step."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ DTYPE = torch.bfloat16
 
 @fixed_numerics()
 def why_wrong(build: Callable[[], Operations]) -> str | None:
-    """Return why the table that ``build`` returns cannot be used on this accelerator; ``None`` if it can.
+    """Check the kernels that ``build()`` returns on this process's GPU. Return why they fail; ``None`` if they work.
 
-    The reason is an error of any type, raised while building the table or by one of its kernels, or the name of a
-    kernel whose result differs from plain PyTorch's. An error that leaves the accelerator unusable still ends the
-    process.
+    The reason is one line: an error of any type that ``build`` or a kernel raised, or the name of a kernel whose result
+    differs from plain PyTorch's.
     """
     try:
         found, expected = _results(build()), _results(reference.OPERATIONS)
@@ -42,16 +41,17 @@ def why_wrong(build: Callable[[], Operations]) -> str | None:
             difference = float((result - expected[name]).norm() / expected[name].norm())
             if not difference <= TOLERANCE:
                 return f"the result of {name} is wrong, by {difference:.2g} of its norm"
-    except Exception as error:
+    except Exception as error:  # one that leaves the GPU unusable still ends the process, at a later call
         line = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {line}" if line else type(error).__name__
     return None
 
 
 def iterate(table: Operations, x: Tensor, work: Workspace) -> Tensor:
-    """Return ``(A I + B G + C G^2) X`` with ``G = X X^T``, in scratch memory: one standard iteration of Newton-Schulz.
+    """Run one iteration of Newton-Schulz with the kernels of ``table``, to test or time them.
 
-    ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
+    Return ``(2 I - G / 2 + G^2) X`` with ``G = X X^T``, in a tensor that ``work`` owns and reuses. ``x``: ``[batch,
+    rows, cols]``, contiguous or a transposed view of a contiguous tensor.
     """
     gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
     base, is_transposed = base_of(x)
@@ -63,11 +63,10 @@ def iterate(table: Operations, x: Tensor, work: Workspace) -> Tensor:
 
 @fixed_numerics()
 def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dtype]], device: torch.device) -> None:
-    """Compile and tune the matrix kernels of a table now instead of in the first step.
+    """Compile and autotune the kernels of ``table`` for Newton-Schulz before the first step.
 
-    It needs the memory of a step's largest batch, and draws no random numbers.
-
-    ``shapes``: (number of matrices, rows, columns, axis of the Gram matrix, dtype) of each batch of a step.
+    This takes as much memory as the largest batch of a step, and draws no random numbers. ``shapes``: (number of
+    matrices, rows, columns, axis, dtype) of each batch; the Gram matrix is ``X X^T`` for axis 0, ``X^T X`` for axis 1.
     """
     work = Workspace()
     for batch, rows, cols, gram_axis, dtype in sorted(set(shapes), key=str):
@@ -77,10 +76,7 @@ def warm(table: Operations, shapes: Iterable[tuple[int, int, int, int, torch.dty
 
 
 def _results(table: Operations) -> dict[str, Tensor]:
-    """Run every kernel on random input, and return name -> result, fp32.
-
-    A :class:`Symmetric` result has two entries, the diagonal and the rest, so that an error in the smaller one is seen.
-    """
+    """Run every kernel of ``table`` on random input, and return {name: result in fp32}."""
     work, results = Workspace(), {}
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, SIZE, 2 * SIZE, generator=generator, dtype=torch.float32, device="cpu").to(DEVICE)
@@ -115,6 +111,7 @@ def _results(table: Operations) -> dict[str, Tensor]:
     table.square(x, gram, work)
     table.product(gram, gram, factor, work, POLYNOMIAL)
     for name, matrix in (("square", gram), ("product", factor)):
+        # Two entries, so that an error in the smaller one shows.
         results[name], results[f"{name}, on the diagonal,"] = matrix.rest.float(), matrix.diagonal
     results["multiply"] = table.multiply(factor, x, torch.empty_like(x), work).float()
     results["normalize"] = table.normalize(x, x).float()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric products by the library quack-kernels (Dao-AILab), which the package's extra ``hopper`` installs.
-
-The module imports without the library; :func:`operations` then raises.
-"""
+"""Symmetric products by the optional library quack-kernels (Dao-AILab); the package's extra ``hopper`` installs it."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 def unavailable() -> str | None:
     """Return why quack's kernels cannot run on this process's GPU; ``None`` if they can.
 
-    Call it only if Triton's kernels run. quack itself checks the GPU: version 0.6.5 supports Ampere to Blackwell.
+    Call it only if Triton's kernels can run, because quack's are combined with them.
     """
     if importlib.util.find_spec("quack") is None:
         return "quack-kernels is not installed"
@@ -32,12 +29,10 @@ def unavailable() -> str | None:
 
 
 def operations(other: Operations) -> Operations:
-    """Return a copy of the table ``other`` with quack's symmetric products for 16-bit matrices on a GPU.
-
-    quack rounds its product before a Triton kernel adds the contribution of the diagonals.
+    """Return a copy of ``other`` in which quack computes the symmetric products of 16-bit matrices on a GPU.
 
     Raises:
-        ImportError: quack-kernels or Triton is not installed; see :func:`unavailable`.
+        ImportError: quack-kernels or Triton is not installed.
     """
     from quack.gemm_interface import gemm_symmetric
 
@@ -52,7 +47,7 @@ def operations(other: Operations) -> Operations:
     def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
         if not takes_product(a, b, out):
             return other.product(a, b, out, work, coeffs)
-        gemm_symmetric(a.rest, b.rest, out=out.rest)
+        gemm_symmetric(a.rest, b.rest, out=out.rest)  # rounds before the next line adds what the diagonals contribute
         triton_products.complete(a, b, out, coeffs)
 
     return dataclasses.replace(other, name=f"quack + {other.name}", square=square, product=product)

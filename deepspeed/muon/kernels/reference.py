@@ -24,15 +24,15 @@ CPU_CHUNK, CHUNK = 2**17, 2**21
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """Advance the momentum, which is an average and not a sum, and write the input of Newton-Schulz to ``out``.
+    """Update the momentum ``buffer``, and write the input of Newton-Schulz to ``out``.
 
-    ``buffer <- momentum buffer + (1 - momentum) grad``. With ``nesterov``, ``out`` is the same formula applied to the
-    new buffer (Nesterov's look-ahead), otherwise the new buffer itself.
+    ``buffer <- momentum buffer + (1 - momentum) grad``, an average and not a sum. ``out`` is the new buffer or, with
+    ``nesterov``, ``momentum buffer + (1 - momentum) grad`` computed from the new buffer (Nesterov's look-ahead).
 
     Args:
-        buffer: the momentum, fp32; the state key ``momentum_buffer``.
-        grad: averaged, unscaled and clipped.
-        out: not the memory of ``buffer``, because Newton-Schulz overwrites it.
+        buffer: fp32: the optimizer state ``momentum_buffer``.
+        grad: same shape, any floating dtype; averaged over the ranks, unscaled and clipped.
+        out: same shape, any floating dtype; must not share memory with ``buffer``.
     """
     buffer.lerp_(grad.to(buffer.dtype), 1.0 - momentum)
     if nesterov:
@@ -45,9 +45,10 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """Do the same as :func:`advance` for a bf16 momentum: compute in fp32, and round stochastically to ``buffer``.
+    """Do the same as :func:`advance` for a bf16 momentum: compute in fp32, and round ``buffer`` stochastically.
 
-    Temporaries have 20 bytes per element of a chunk (2.5 MiB on a CPU, 40 MiB elsewhere).
+    ``key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take
+    2.5 MiB on a CPU, 40 MiB elsewhere.
     """
     for part in chunks(buffer):
         wide = work.get("wide", (part.stop - part.start,), torch.float32, buffer.device)
@@ -68,16 +69,12 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """Write the ``out`` of :func:`advance` for an int8 momentum. The momentum itself does not change.
+    """Write ``out`` as :func:`advance` does, from an int8 momentum that :func:`advance_codes` will update later.
 
-    Temporaries have 8 bytes per element of a chunk, or of a row with its gap if that is longer.
+    ``codes`` and ``grad`` contain rows of ``cols`` elements that start ``pitch`` elements apart; elements between rows
+    are ignored. ``out`` receives the rows one after the other. Temporaries take 1 MiB on a CPU, 16 MiB elsewhere.
 
-    Args:
-        codes: int8: rows of ``cols`` elements, whose starts are ``pitch`` elements apart, and the gaps between them.
-        absmax: fp32: the largest magnitude of each block that ``codes`` overlap.
-        skipped: number of elements of the first of these blocks that precede ``codes``.
-        grad: laid out like ``codes``.
-        out: receives the rows, without gaps.
+    ``codes``, ``absmax``, ``skipped``: the momentum, as in :func:`deepspeed.muon.kernels.codes.decode`.
     """
     for row, rows, start, stop in _parts(out.numel() // cols, cols, pitch, codes.device):
         first = row * pitch + start
@@ -96,9 +93,10 @@ def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
 
 
 def _parts(rows: int, cols: int, pitch: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """Split a matrix into parts that fit in a chunk; yield (first row, number of rows, first column, end column).
+    """Split a matrix into parts as large as :func:`chunks`; yield (first row, number of rows, first column, end
+    column).
 
-    A part has whole rows or, if a row with its gap (``pitch`` elements) is longer than a chunk, a part of one row.
+    A part is some whole rows or, if one row is larger, some columns of one row. Rows start ``pitch`` elements apart.
     """
     size = CPU_CHUNK if device.type == "cpu" else CHUNK
     step = max(1, size // pitch)
@@ -118,14 +116,12 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """Do the same as :func:`advance` for an int8 momentum: compute in fp32, and round stochastically to ``codes``.
+    """Do the same as :func:`advance` for an int8 momentum: compute in fp32, and round ``codes`` stochastically.
 
-    Temporaries have 16 bytes per element of a chunk.
-
-    Args:
-        codes: int8; the first element begins a block.
-        absmax: fp32: the largest magnitude of each block of ``codes``; updated.
-        out: ``None`` if :func:`look_ahead` has written it.
+    ``codes`` begins at the start of a block. ``absmax`` is fp32, the largest magnitude of each block. Both are updated.
+    ``out``: ``None`` to update only the momentum, after :func:`look_ahead` has written ``out``. ``key`` and ``first``
+    select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take 2 MiB on a CPU, 32
+    MiB elsewhere.
     """
     for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : block_count(part.stop)]
@@ -144,7 +140,7 @@ def advance_codes(
 
 
 def chunks(x: Tensor) -> Iterator[slice]:
-    """Yield slices that divide ``x``, 1-D, into chunks. Functions that need temporaries process one chunk at a time."""
+    """Yield slices of ``CHUNK`` elements (``CPU_CHUNK`` on a CPU) that cover a 1-D tensor, to limit temporaries."""
     size = CPU_CHUNK if x.device.type == "cpu" else CHUNK
     return (slice(start, min(start + size, x.numel())) for start in range(0, x.numel(), size))
 
@@ -154,9 +150,9 @@ def apply_(
 ) -> None:
     """Set ``param <- param (1 - lr weight_decay) - lr scale update``.
 
-    Weight decay is decoupled as in AdamW (Loshchilov and Hutter, arXiv 1711.05101), with the unscaled rate. If
+    Weight decay is decoupled as in AdamW (Loshchilov and Hutter, arXiv 1711.05101); ``scale`` does not change it. If
     ``cautious``, elements whose update and parameter have opposite signs do not decay (Chen et al., arXiv 2510.12402);
-    temporaries then have 5 bytes per element of a chunk (0.6 MiB on a CPU, 10 MiB elsewhere).
+    temporaries then take 0.6 MiB on a CPU, 10 MiB elsewhere.
 
     Args:
         param: any shape, contiguous, fp32 under ZeRO.
@@ -184,9 +180,10 @@ def _decay_cautiously_(param: Tensor, update: Tensor, keep: float, work: Workspa
 
 
 def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Workspace) -> None:
-    """Round ``source``, fp32, stochastically to ``target``, bf16; see :mod:`deepspeed.muon.kernels.rounding`.
+    """Round ``source``, fp32, stochastically to ``target``, bf16; ``source`` is overwritten.
 
-    ``source`` is overwritten. Temporaries have 8 bytes per element of a chunk.
+    ``key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take
+    1 MiB on a CPU, 16 MiB elsewhere.
     """
     for part in chunks(target):
         shape, device = (part.stop - part.start,), target.device
@@ -195,12 +192,15 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return :class:`Tiles` with one tile for each run: (start in the shard, start in the other tensor, length)."""
+    """Return :class:`Tiles` with one tile for each run, a contiguous piece of a shard.
+
+    ``runs``: (start in the shard, start in the other tensor, length) of each, in elements; see :class:`Tiles`.
+    """
     return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """Do the same as :func:`advance` for each tile: (start in ``buffer`` and ``grad``, start in ``out``, length)."""
+    """Call :func:`advance` for each tile: a piece of ``buffer`` and ``grad``, and the piece of ``out`` to write."""
     for shard, other, length in tiles.table.tolist():
         part = slice(shard, shard + length)
         advance(buffer[part], grad[part], out[other : other + length], momentum, nesterov, Workspace())
@@ -209,21 +209,20 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Do the same as :func:`apply_` for each tile: (start in ``param``, start in ``update``, length)."""
+    """Call :func:`apply_` for each tile: a piece of ``param``, and the piece of ``update`` to apply to it."""
     for shard, other, length in tiles.table.tolist():
         part, result = param[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-    """Scale each matrix of ``[batch, rows, cols]`` to the Frobenius norm ``norm``, and return ``out``.
+    """Scale each matrix of ``x`` to the Frobenius norm ``norm``, and return ``out``. A zero matrix stays zero.
 
-    Squares of tiny or huge entries leave fp32's range, so each matrix is first divided by a power of two, which rounds
-    nothing, to bring its largest entry near one. The norm can then be computed in fp32 and needs no epsilon. A zero
-    matrix stays zero.
+    No square overflows or underflows and no epsilon is needed, because a power of two first brings the largest entry of
+    each matrix near one.
 
     Args:
-        x: bf16 or fp32; overwritten.
+        x: ``[batch, rows, cols]``, bf16 or fp32; overwritten.
         out: same shape, any floating dtype; receives the result, which is rounded once; may be ``x``.
         norm: a power of two.
     """
@@ -238,13 +237,9 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def exponent_and_norm(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide a matrix, in place, by a power of two, so that its largest entry is near one.
+    """Divide a 2-D matrix, bf16 or fp32, in place by a power of two 2^e that brings its largest entry near one.
 
-    Args:
-        matrix: 2-D, bf16 or fp32.
-
-    Returns:
-        The exponent of that power, and the Frobenius norm of the divided matrix; both 0-D, fp32.
+    Return (e, Frobenius norm of the divided matrix), both 0-D and fp32.
     """
     exponent = near_one_(matrix)
     # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
@@ -252,14 +247,10 @@ def exponent_and_norm(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def near_one_(matrix: Tensor, dim: int | None = None) -> Tensor:
-    """Divide a matrix, or each row or column, in place, by a power of two, so that its largest entry is near one.
+    """Divide a 2-D matrix, bf16 or fp32, in place by powers of two that bring its largest entries near one.
 
-    Args:
-        matrix: 2-D, bf16 or fp32.
-        dim: 1 for one power for each row, 0 for each column, ``None`` for the whole matrix.
-
-    Returns:
-        The exponents of the powers, fp32: ``[rows, 1]``, ``[1, cols]`` or 0-D.
+    Return the exponents, fp32: 0-D if ``dim`` is ``None`` (one power for the matrix), ``[rows, 1]`` if it is 1 (one for
+    each row), ``[1, cols]`` if it is 0 (one for each column).
     """
     low, high = torch.aminmax(matrix, dim=dim, keepdim=dim is not None)
     largest = torch.maximum(high, -low).float()
@@ -272,11 +263,10 @@ def near_one_(matrix: Tensor, dim: int | None = None) -> Tensor:
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
-    """Set ``out = X X^T``.
+    """Set ``out = X X^T`` for each matrix X in ``x``.
 
-    Args:
-        x: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor, bf16, fp16 or fp32.
-        out: ``[batch, rows, rows]``, in ``x``'s dtype.
+    ``x``: ``[batch, rows, cols]``, bf16, fp16 or fp32, contiguous or a transposed view of a contiguous tensor. ``out``:
+    ``[batch, rows, rows]``, in the same dtype.
     """
     torch.bmm(x, x.mT, out=out.rest)
     if not out.is_whole:
@@ -290,14 +280,10 @@ def separate_diagonal(x: Tensor, out: Symmetric) -> None:
 
 
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
-    """Set ``out = alpha A B + beta A + shift I``. A and B commute, so the result is symmetric.
+    """Set ``out = alpha A B + beta A + shift I`` for symmetric A and B that commute, so that the result is symmetric.
 
-    A and B are polynomials of one symmetric matrix, so they commute. Other tables compute one triangle and mirror it.
-
-    Args:
-        a, b: equal in shape and dtype; may be the same.
-        out: equal in shape and dtype, neither ``a`` nor ``b`` unless :attr:`Operations.in_place`.
-        coeffs: (alpha, beta, shift).
+    All have the same shape and dtype. ``a`` may be ``b``; ``out`` may be one of them only if
+    :attr:`Operations.in_place`. ``coeffs``: (alpha, beta, shift).
     """
     alpha, beta, shift = coeffs
     torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
@@ -313,12 +299,10 @@ def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs:
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """Set ``out = P X`` and return it.
+    """Set ``out = P X`` for each matrix of a batch, and return ``out``.
 
-    Args:
-        p: ``[batch, rows, rows]``.
-        x: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor, in ``p``'s dtype.
-        out: equal in shape, strides and dtype; not ``x``.
+    ``p``: ``[batch, rows, rows]``. ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous
+    tensor, in the same dtype. ``out``: equal to ``x`` in shape, strides and dtype, but not ``x``.
     """
     (base, is_transposed), (result, _) = base_of(x), base_of(out)
     left, right = (base, p.rest) if is_transposed else (p.rest, base)

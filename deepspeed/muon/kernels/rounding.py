@@ -25,23 +25,22 @@ Key = tuple[int, int]
 
 
 def key_of(name: str, step: int) -> Key:
-    """Return the key of a parameter's random numbers at one step: two signed 32-bit numbers, equal on all machines.
+    """Return the key of the random numbers for rounding a parameter at one step: two signed 32-bit numbers.
 
-    Experts of one name on different ranks use the same numbers. Their values differ and are never summed, so their
-    rounding errors do not add up.
+    It depends on ``name`` and ``step`` only, so all ranks get the same key.
     """
+    # Experts of one name on different ranks share a key; their values are never summed, so errors do not add up.
     return struct.unpack("<ii", hashlib.blake2s(f"{name}\0{step}".encode(), digest_size=8).digest())
 
 
 def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
-    """Return uniform random numbers from 0 to 2^16 - 1, each a function of the key and of its element's index only.
+    """Write uniform random integers from 0 to 2^16 - 1 to ``out``, and return ``out``.
 
-    This is the counter-based scheme of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3"
-    (2011). It has no state, so an element gets the same bits whatever part of its matrix a rank holds.
+    Element i depends only on ``key`` and ``first + i``. If ``first`` is the index of the first element in its matrix,
+    an element gets the same bits whatever part of the matrix a rank holds. This is the counter-based scheme of Salmon,
+    Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 
-    Args:
-        out: int32, 1-D; receives the numbers of elements ``first``, ``first + 1`` and so on.
-        spare: int32, same shape; overwritten.
+    ``out`` and ``spare``: int32, 1-D, equal in length; ``spare`` is overwritten.
     """
     torch.arange(out.numel(), out=out)
     out.add_(signed(key[0] + first))
@@ -52,7 +51,7 @@ def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
 
 
 def _mix(x: Tensor, spare: Tensor, shift: int, multiplier: int) -> None:
-    """Set ``x <- (x ^ x >> shift) multiplier`` modulo 2^32. ``x``: int32; ``spare``: int32, same shape, overwritten."""
+    """Set ``x <- (x ^ x >> shift) multiplier`` modulo 2^32. ``spare``: as large as ``x``, overwritten."""
     torch.bitwise_right_shift(x, shift, out=spare)  # copies of the sign bit move in from the left; the mask drops them
     x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
 
@@ -63,16 +62,13 @@ def signed(value: int) -> int:
 
 
 def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None:
-    """Round each value of ``source`` to one of its bf16 neighbours, such that the mean over uniform noise is the value.
+    """Round ``source`` stochastically to ``target``: to one of two bf16 neighbours, such that the mean is the value.
 
-    Values that bf16 can represent stay as they are. A finite value never becomes infinite: one beyond bf16's largest
-    value is rounded down to it. Infinities and quiet NaNs, which arithmetic produces, stay.
+    Values that bf16 can represent stay as they are, infinities and quiet NaNs too. A finite value never becomes
+    infinite: one beyond bf16's largest value is rounded down to it.
 
-    Args:
-        target: bf16; receives the result.
-        source: fp32, same shape; overwritten.
-        noise: int32 from 0 to 2^16 - 1; overwritten.
-        spare: int32; overwritten.
+    ``target``: bf16. The others have the same shape and are overwritten: ``source``, fp32; ``noise``, int32, uniform
+    from 0 to 2^16 - 1; ``spare``, int32.
     """
     bits = source.view(torch.int32)
     torch.bitwise_and(bits, 0x7FFFFFFF, out=spare)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the table of kernels: the fastest that all ranks can use on the devices of a training run."""
+"""Choose kernels: the fastest that all ranks can use on the devices of a training run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ Unavailable = dict[str, str | None]
 
 
 def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailable:
-    """Return for each device type why this process cannot use fast kernels on it; ``None`` if it can.
+    """Return {device type: why this process cannot use fast kernels there, or ``None`` if it can}.
 
-    For ``cpu``, build the C++ kernels first. A GPU has a second entry, for the library quack.
+    Example: ``{"cpu": None, "cuda": "triton is not installed"}``. For ``cpu`` this builds the C++ kernels if necessary.
+    If Triton's kernels run on the GPU, the key ``quack`` has the reason why the library quack cannot be used.
 
-    Args:
-        kernels: the config key ``optimizer.params.kernels``.
-        device_types: the device types of all tensors of a step.
+    ``kernels``: the config key ``optimizer.params.kernels``. ``device_types``: those of all tensors of a step.
     """
     if kernels == "torch":
         return dict.fromkeys(device_types, 'optimizer.params.kernels is "torch"')
@@ -40,7 +39,7 @@ def _is_usable(unavailable: Unavailable, kind: str) -> bool:
 
 
 def choose(unavailable: Unavailable) -> Operations:
-    """Return the fastest :class:`Operations` for all device types in ``unavailable``."""
+    """Return one table of the fastest usable kernels; each call runs those for the device of its tensors."""
     table = native.operations() if _is_usable(unavailable, "cpu") else reference.OPERATIONS
     if _is_usable(unavailable, "cuda"):
         table = triton_table.operations(table)
@@ -50,7 +49,7 @@ def choose(unavailable: Unavailable) -> Operations:
 
 
 def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Operations]:
-    """Return name -> table of kernels that can compute matrix products on a device, plain PyTorch's first."""
+    """Return {name: usable kernels for matrix products on a device}: ``torch``, then ``C++``, ``triton``, ``quack``."""
     found = {"torch": reference.OPERATIONS}
     if device_type == "cpu" and _is_usable(unavailable, "cpu"):
         found["C++"] = native.operations()
@@ -64,7 +63,7 @@ def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Oper
 
 
 def summary(table: Operations, unavailable: Unavailable) -> str:
-    """Return the name of ``table`` and, for the log, why no faster kernels are used."""
+    """Return the name of ``table`` for the log, such as ``torch (faster kernels are not used; cpu: no compiler)``."""
     relevant = [kind for kind in unavailable if kind != "quack" or _is_usable(unavailable, "cuda")]
     reasons = [f"{kind}: {unavailable[kind]}" for kind in relevant if unavailable[kind]]
     return f"{table.name} (faster kernels are not used; {'; '.join(reasons)})" if reasons else table.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of kernels: one implementation of every operation in which a step spends its time."""
+"""The types of kernels: a table (:class:`Operations`) is one implementation of every operation of a step."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 class Symmetric(NamedTuple):
-    """A batch of symmetric matrices ``[batch, k, k]``: ``diagonal + rest`` in 16 bits, only ``rest`` in fp32.
+    """A batch of symmetric matrices, ``diagonal + rest``. Those in 16 bits have their diagonals in fp32.
 
-    In Newton-Schulz they are a multiple of I plus something smaller. bf16 would round all entries of such a diagonal
-    alike and so shift every eigenvalue, so 16-bit matrices store their diagonals separately, in fp32.
-
-    ``rest``: ``[batch, k, k]``, contiguous, bf16, fp16 or fp32; zero on its diagonal if that is stored separately.
-    ``diagonal``: fp32, ``[batch, k]`` if stored separately, otherwise the empty ``[batch, 0]``.
+    ``rest``: ``[batch, k, k]``, contiguous, bf16, fp16 or fp32. ``diagonal``: fp32, ``[batch, k]``, and ``rest`` has
+    zeros there. If ``diagonal`` is empty, ``[batch, 0]``, as for fp32 matrices, ``rest`` is the whole matrix.
     """
 
+    # In Newton-Schulz a matrix is a multiple of I plus something smaller. bf16 would round all entries of such a
+    # diagonal alike, and so shift every eigenvalue.
     rest: Tensor
     diagonal: Tensor
 
     @property
     def is_whole(self) -> bool:
-        """Return whether ``rest`` includes the diagonal."""
+        """Return whether ``rest`` is the whole matrix, and ``diagonal`` is empty."""
         return self.diagonal.size(-1) == 0
 
 
 def base_of(x: Tensor) -> tuple[Tensor, bool]:
-    """Return (``x``, False) if ``x`` is contiguous; (``x.mT``, True) if ``x.mT`` is contiguous."""
+    """Return (``x``, False) if ``x`` is contiguous, otherwise (``x.mT``, True), which must be contiguous."""
     return (x, False) if x.is_contiguous() else (x.mT, True)
 
 
 def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
-    """Return uninitialized scratch memory for X X^T of each matrix X in ``x``, ``[batch, rows, cols]``."""
+    """Return an uninitialized :class:`Symmetric` for ``X X^T`` of each matrix X in ``x``, ``[batch, rows, cols]``.
+
+    ``work`` owns its memory, which another call with the same ``name`` and dtype reuses.
+    """
     batch, size = x.size(0), x.size(-2)
     rest = work.get(name, (batch, size, size), x.dtype, x.device)
     apart = 0 if x.dtype == torch.float32 else size
@@ -46,7 +48,7 @@ def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
 
 
 class Scalars(NamedTuple):
-    """The scalars of a product ``alpha A B + beta A + shift I``."""
+    """The scalars of the product ``alpha A B + beta A + shift I``."""
 
     alpha: float = 1.0
     beta: float = 0.0
@@ -58,11 +60,12 @@ PLAIN = Scalars()
 
 
 class Tiles(NamedTuple):
-    """Contiguous pieces of a shard ("runs"), split into tiles, each of which one program of a kernel processes.
+    """The tiles of some runs. A run is a contiguous piece of a flat shard, a tile the part that one GPU program
+    processes.
 
-    ``table``: int64, on the kernel's device, ``[tiles, 3]``: the start of each tile in the shard, its start in the
-    tensor that the operation writes or reads next to the shard, and its length, in elements. ``are_aligned``: whether
-    the starts of all runs in both tensors, and their lengths, are multiples of 16 elements.
+    ``table``: int64, ``[tiles, 3]``, on the kernel's device: (start in the shard, start in the other tensor, length) of
+    each tile, in elements. The other tensor is the ``out`` of ``advance`` or the ``update`` of ``apply_``.
+    ``are_aligned``: whether all starts and lengths of runs are multiples of 16.
     """
 
     table: Tensor
@@ -71,15 +74,10 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOperations:
-    """Kernels that do ``advance`` and ``apply_`` for many contiguous pieces ("runs") of two flat tensors in one launch.
+    """The kernels that do ``advance`` and ``apply_`` for many runs (see :class:`Tiles`) of a flat shard in one launch.
 
-    The bits are the same as with one launch for each run.
-
-    Args:
-        fits: returns whether the kernels support a tensor's device, dtype and layout.
-        tiles: makes :class:`Tiles` from (start in the shard, start in the other tensor, length) of each run.
-        advance: see :func:`deepspeed.muon.kernels.reference.advance_runs`.
-        apply_: see :func:`deepspeed.muon.kernels.reference.apply_runs_`.
+    ``fits(tensor)`` returns whether they support its device, dtype and layout. ``tiles``, ``advance_runs`` and
+    ``apply_runs_`` in ``reference.py`` describe the other fields. The bits are those of one launch for each run.
     """
 
     fits: Callable[[Tensor], bool]
@@ -90,10 +88,11 @@ class RunOperations:
 
 @dataclass(frozen=True)
 class Operations:
-    """One implementation of every operation; the functions of the same names in ``reference.py`` describe them.
+    """A table of kernels: one implementation, such as Triton's, of every operation in which a step spends its time.
 
-    The result for an element depends on that element only, not on where a slice begins, on its length or on the number
-    of threads. So bits do not depend on how a matrix is distributed over ranks.
+    The functions of the same names in ``reference.py`` describe the operations. An elementwise result depends only on
+    its element, not on where a slice begins, its length or the number of threads, so bits do not depend on how a matrix
+    is distributed over ranks.
     """
 
     name: str

@@ -5,9 +5,8 @@
 The functions do the same as those of the same names in :mod:`deepspeed.muon.kernels.reference`, for contiguous tensors
 on one device. Sums of products are explicit fused multiply-adds, so that bits do not depend on what a compiler fuses.
 
-At ZeRO stage 3 a rank holds a piece (run) of every matrix. With one launch per run, launches would take most of a small
-model's step, so :func:`advance_runs` and :func:`apply_runs_` launch once for many runs. Each program takes one tile of
-one run, from a table that is made once.
+At ZeRO stage 3 a rank holds a piece (run) of every matrix. One launch per run would take most of a small model's step,
+so :func:`advance_runs` and :func:`apply_runs_` launch once for many runs; each program takes one tile of one run.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ _UNIT = tl.constexpr(2.0**-16)
 
 @triton.jit
 def _place(numel, BLOCK: tl.constexpr):
-    """Return (indices of this program's elements, int64; mask of the elements that exist)."""
+    """Return (int64 indices of this Triton program's elements, mask of the indices below ``numel``)."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return offsets, offsets < numel
 
 
 @triton.jit
 def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (indices in the shard, indices in the other tensor, mask) of this program's elements.
+    """Return (indices in the shard, indices in the other tensor, mask) of this program's tile of :class:`Tiles`.
 
-    If ``tiles_ptr`` is ``None``, both tensors are one run of ``numel`` elements.
+    ``tiles_ptr``: the tiles' ``table``; ``None`` if both tensors have the same ``numel`` elements, without tiles.
     """
     if tiles_ptr is None:
         shard, mask = _place(numel, BLOCK)
@@ -70,14 +69,14 @@ def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lerp(start, end, weight):
-    """Return ``torch.lerp(start, end, weight)``, with the same bits: exactly an end for the weights 0 and 1."""
+    """Return ``torch.lerp(start, end, weight)``, with the same bits."""
     away = end - start
     return tl.where(weight < 0.5, tl.fma(away, weight, start), tl.fma(-away, 1.0 - weight, end))
 
 
 @triton.jit
 def _average(buffer, grad, momentum, rate, NESTEROV: tl.constexpr):
-    """Return (new momentum, input of Newton-Schulz). ``rate``: 1 - momentum."""
+    """Return (new momentum, input of Newton-Schulz) as ``reference.advance`` computes them. ``rate``: 1 - momentum."""
     buffer = _lerp(buffer, grad, rate)
     ahead = buffer
     if NESTEROV:
@@ -87,7 +86,7 @@ def _average(buffer, grad, momentum, rate, NESTEROV: tl.constexpr):
 
 @triton.jit
 def _round(value, noise):
-    """Round fp32 stochastically to bf16: add the noise below bf16's last bit if that stays finite, then truncate."""
+    """Return ``value``, fp32, rounded stochastically to bf16. ``noise``: uniform integers from 0 to 2^16 - 1."""
     bits = value.to(tl.uint32, bitcast=True)
     noise = tl.where((bits & 0x7FFFFFFF) < _LARGEST, noise, 0)
     return ((bits + noise) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -95,9 +94,9 @@ def _round(value, noise):
 
 @triton.jit
 def _noise(index, key):
-    """Return the random bits of :func:`deepspeed.muon.kernels.rounding.noise`.
+    """Return the same numbers as :func:`deepspeed.muon.kernels.rounding.noise` with the key (a, b).
 
-    ``index``: each element's index plus the first number of the key, a pair. ``key``: the second number of the key.
+    ``index``: each element's index plus a. ``key``: b.
     """
     x = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     x += key
@@ -120,10 +119,10 @@ def advance_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Advance the momentum of this program's elements; a bf16 momentum is rounded stochastically.
+    """Update the momentum of this program's elements, and write the input of Newton-Schulz.
 
-    ``rate``: 1 - momentum, computed in fp64. Keys are signed 32-bit numbers; the first already includes the index of
-    the first element. See :func:`_places` for ``tiles_ptr`` and ``numel``.
+    A bf16 momentum is rounded stochastically with the key (``first_key``, ``second_key``); the index of the first
+    element is already added to ``first_key``. ``rate``: 1 - momentum. ``tiles_ptr``, ``numel``: see :func:`_places`.
     """
     shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
     grad = tl.load(grad_ptr + shard, mask).to(tl.float32)
@@ -139,7 +138,7 @@ def advance_kernel(
 
 @triton.jit
 def _value(code, absmax):
-    """Return the value of an int8 code, as :func:`deepspeed.muon.kernels.codes.decode` does."""
+    """Return the value of an int8 code, as in :func:`deepspeed.muon.kernels.codes.decode`."""
     return code.to(tl.float32) * (1.0 / _LEVELS) * absmax
 
 
@@ -159,10 +158,9 @@ def look_ahead_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the look-ahead, the input of Newton-Schulz, of this program's elements for an int8 momentum.
+    """Do this program's part of :func:`deepspeed.muon.kernels.reference.look_ahead`.
 
-    The elements are rows of ``cols`` elements, whose starts are ``pitch`` apart; if ``IS_WHOLE``, there are no gaps.
-    The first element is ``skipped`` elements after the start of its block.
+    ``IS_WHOLE``: whether no elements lie between the rows. ``rate``: 1 - momentum.
     """
     at, mask = _place(numel, BLOCK)
     place = at
@@ -189,7 +187,9 @@ def advance_codes_kernel(
     NESTEROV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Advance the int8 momentum of ``ROWS`` whole blocks. Keys as in :func:`advance_kernel`."""
+    """Update ``ROWS`` blocks of the int8 momentum, and ``out`` if ``HAS_OUT``. ``rate``, keys: see
+    :func:`advance_kernel`.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * _CODE_BLOCK + tl.arange(0, _CODE_BLOCK)[None, :]
     mask, is_block = at < numel, row * _CODE_BLOCK < numel
@@ -210,7 +210,7 @@ def advance_codes_kernel(
 
 @triton.jit
 def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
-    """Return ``param`` times ``keep``; if ``CAUTIOUS``, elements whose update has the opposite sign do not change."""
+    """Return ``param keep``; with ``CAUTIOUS``, elements whose update has the opposite sign do not change."""
     if CAUTIOUS:
         opposed = ((update < 0) & (param > 0)) | ((update > 0) & (param < 0))
         return tl.where(opposed, param, param * keep)
@@ -229,10 +229,9 @@ def apply_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set ``param <- keep param + step update`` for this program's elements; with ``CAUTIOUS`` see :func:`_decayed`.
+    """Set ``param <- keep param + step update`` for this program's elements. ``CAUTIOUS``: see :func:`_decayed`.
 
-    ``keep``: 1 - learning rate x weight decay. ``step``: -learning rate x scale. ``tiles_ptr``, ``numel``: see
-    :func:`_places`.
+    ``keep``: 1 - lr weight_decay. ``step``: -lr scale. ``tiles_ptr``, ``numel``: see :func:`_places`.
     """
     shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
     update = tl.load(update_ptr + other, mask).to(tl.float32)
@@ -242,7 +241,8 @@ def apply_kernel(
 
 @triton.jit
 def _exponent(largest):
-    """Return the e with ``largest`` / 2^e in [1/2, 1), clamped to +-126, so that 2^e and 2^-e are normal numbers."""
+    """Return the integer e with ``largest`` / 2^e in [1/2, 1), but at least -126 and at most 126."""
+    # Within these bounds 2^e and 2^-e are normal numbers.
     biased = ((largest.to(tl.uint32, bitcast=True) >> 23) & 0xFF).to(tl.int32)
     return tl.minimum(tl.maximum(biased - 126, -126), 126)
 
@@ -255,7 +255,7 @@ def _power(exponent):
 
 @triton.jit
 def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
-    """Store, for a part of one matrix, the exponent of its largest entry, and its sum of squares over 4^exponent."""
+    """Store the exponent e (:func:`_exponent`) of one part of a matrix, and its sum of squares divided by 4^e."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     x = tl.load(x_ptr + matrix * numel + at, mask, other=0.0).to(tl.float32)
@@ -268,9 +268,9 @@ def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constexpr):
-    """Store two factors of one matrix: 2^-e and ``scale`` norm / 2^e, where e is the largest exponent of its parts.
+    """Store the two numbers with which :func:`divide_kernel` normalizes a matrix: 2^-e and ``scale`` norm / 2^e.
 
-    The second is 1 for a zero matrix. ``scale``: 1 / the norm that the result will have.
+    e is the largest exponent of the matrix's parts. The second number is 1 for a zero matrix. ``scale``: 1 / new norm.
     """
     matrix = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), -126, tl.int32)
@@ -291,10 +291,7 @@ def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constex
 
 @triton.jit
 def divide_kernel(x_ptr, out_ptr, norm_ptr, numel, BLOCK: tl.constexpr):
-    """Multiply each entry of a matrix by the first factor of :func:`norm_kernel`, and divide it by the second.
-
-    The product with a power of two is exact. ``out`` may be ``x``.
-    """
+    """Multiply this program's entries of a matrix by the first number of :func:`norm_kernel`; divide by the second."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     power, norm = tl.load(norm_ptr + 2 * matrix), tl.load(norm_ptr + 2 * matrix + 1)
@@ -373,7 +370,7 @@ def apply_(
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.normalize`: sum squares, then divide."""
+    """Do the same as :func:`deepspeed.muon.kernels.reference.normalize`."""
     numel = x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
     for matrices, results in zip(x.split(GRID), out.split(GRID), strict=True):
@@ -388,9 +385,9 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Split runs into tiles of at most ``BLOCK`` elements. The table takes 12 bytes per 1,000 elements.
+    """Return :class:`Tiles` of at most ``BLOCK`` elements. Their table takes 12 bytes per 1,000 elements.
 
-    ``runs``: (start in the shard, start in the other tensor, length) of each run.
+    ``runs``: (start in the shard, start in the other tensor, length) of each run, in elements; see :class:`Tiles`.
     """
     starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 3)
     counts = -(-starts[:, 2] // BLOCK)

@@ -11,9 +11,8 @@ transposed below it. So every element is written once. Tiles of all sizes sum in
 changes the time but not the bits.
 
 :func:`unfused_product` and :func:`multiply` add the contribution of the separate diagonals to a library's product, in
-one kernel without the reference's fp32 temporaries. The library rounds its product before that kernel reads it, so an
-element is rounded twice. The first dimension of a launch's programs counts matrices and tiles, because CUDA allows only
-65,535 programs along the others.
+one kernel without the reference's fp32 temporaries. An element is rounded twice, first by the library. The first
+dimension of a launch counts matrices and tiles, because CUDA allows only 65,535 programs along the others.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ CONFIGS = [
 
 @triton.jit
 def _triangle(index):
-    """Return (row, column) of the index-th element of an upper triangle, column by column; exact up to 2^22."""
+    """Return (row, column) of element number ``index`` of an upper triangle, counted column by column."""
     column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
     column = tl.where((column + 1) * (column + 2) // 2 <= index, column + 1, column)
@@ -61,7 +60,10 @@ def _triangle(index):
 
 @triton.jit
 def _square_of(index, squares, GROUP: tl.constexpr):
-    """Return (row, column) of the index-th square of the upper triangle, visited ``GROUP`` columns at a time."""
+    """Return (row, column) of square number ``index`` in the upper triangle of a matrix that consists of squares.
+
+    They are counted ``GROUP`` columns at a time. ``squares``: the number of squares along a side of the matrix.
+    """
     _, column = _triangle(index)
     first = column // GROUP * GROUP
     rest = index - first * (first + 1) // 2
@@ -74,9 +76,9 @@ def _square_of(index, squares, GROUP: tl.constexpr):
 
 @triton.jit
 def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.constexpr):
-    """Return one tile of A B^T in fp32: its rows ``rows`` and columns ``cols``.
+    """Return the tile of A B^T with the indices ``rows`` and ``cols``, in fp32.
 
-    ``across``, ``along``: strides of A and B between rows and within a row. ``depth``: number of elements of a row.
+    ``depth``: the number of elements of a row of A or B. ``across``, ``along``: strides between rows and within a row.
     """
     deep = tl.arange(0, DEPTH)
     # A matrix may have more than 2^31 elements.
@@ -94,16 +96,17 @@ def _sum_of_products(a_ptr, b_ptr, rows, cols, depth, across, along, DEPTH: tl.c
 
 @triton.jit
 def _tile(ptr, rows, cols, size):
-    """Return a tile of a ``size x size`` matrix in fp32, with zeros outside of the matrix."""
+    """Return the elements ``rows`` x ``cols`` of a ``size x size`` matrix in fp32, with zeros beyond its edges."""
     exists = (rows < size)[:, None] & (cols < size)[None, :]
     return tl.load(ptr + rows.to(tl.int64)[:, None] * size + cols[None, :], exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, cols, size, alpha, beta):
-    """Return a tile of ``alpha A B + beta A``, valid off the diagonal, for A and B with separate diagonals.
+    """Return the tile ``rows`` x ``cols`` of ``alpha A B + beta A``, for A and B with separate diagonals.
 
-    ``total``: the same tile of the product of A and B without their diagonals. ``rows``, ``cols``: indices of the tile.
+    ``total``: that tile of the product of A and B without their diagonals. Elements on the diagonal of the matrix still
+    lack what :func:`_on_diagonal` returns.
     """
     of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
@@ -113,7 +116,7 @@ def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, c
 
 @triton.jit
 def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift):
-    """Return what the diagonals of A and B add to the diagonal of ``alpha A B + beta A + shift I``, for some rows."""
+    """Return what the diagonals of A and B add to the diagonal of ``alpha A B + beta A + shift I`` in ``rows``."""
     of_a = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_b = tl.load(b_diagonal_ptr + rows, rows < size, other=0.0)
     return tl.fma(of_a, tl.fma(of_b, alpha, beta), shift)
@@ -121,10 +124,10 @@ def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift)
 
 @triton.jit
 def _store(total, on_diagonal, out_ptr, diagonal_ptr, row, col, size, is_above):
-    """Store the tile ``total``, whose first element is (row, col), with zeros on the matrix's diagonal.
+    """Store the tile ``total``, whose first element is (``row``, ``col``), with zeros on the matrix's diagonal.
 
-    ``is_above``: whether the tile is above the diagonal; its transpose is then stored, too. Otherwise the tile contains
-    a part of the matrix's diagonal, and that part plus ``on_diagonal`` is stored in ``diagonal_ptr``.
+    If the tile is above the diagonal (``is_above``), store its transpose, too. Otherwise it contains a part of the
+    diagonal: store that part plus ``on_diagonal`` in ``diagonal_ptr``.
     """
     down, right = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
     rows, cols = row + down, col + right
@@ -164,10 +167,10 @@ def symmetric_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute one tile of ``A B^T``; with ``DIAGONALS``, one of ``alpha A B + beta A + shift I``.
+    """Compute one tile of ``A B^T``; with ``DIAGONALS``, of ``alpha A B + beta A + shift I``.
 
-    In the second case A, B and the result store their diagonals separately. ``matrices``: the batch size rounded up to
-    a power of two, which only the tuner uses, as a key.
+    With ``DIAGONALS``, A, B and the result store their diagonals separately. ``matrices``: the batch size rounded up to
+    a power of two, which only the autotuner uses.
     """
     per_square: tl.constexpr = COLS // ROWS
     squares = tl.cdiv(size, COLS)
@@ -189,11 +192,9 @@ def symmetric_kernel(
 
 
 def _bench(call: Callable[[], None], quantiles: Any) -> list[float]:
-    """Return the median milliseconds of ``call`` once for each of ``quantiles``, because Triton's tuner expects a list.
-
-    Triton's own benchmark empties the L2 cache before each call, with 256 MiB of memory. Newton-Schulz has just written
-    what a product reads, so timing with a full cache is more realistic.
-    """
+    """Time ``call`` for Triton's autotuner: return its median milliseconds, repeated for each of ``quantiles``."""
+    # Triton's own benchmark empties the L2 cache before each call. In a step the cache is full: Newton-Schulz has just
+    # written what a product reads.
     call()  # compiles
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(TRIALS + 1)]
     ends[0].record()
@@ -215,15 +216,15 @@ untuned_kernel = triton.autotune(CONFIGS[:1], key=[])(symmetric_kernel)
 
 
 def tiles(size: int, rows: int, cols: int) -> int:
-    """Return the number of tiles that are computed of one ``size x size`` matrix."""
+    """Return how many tiles of ``rows x cols`` are computed for one symmetric ``size x size`` matrix."""
     squares = triton.cdiv(size, cols)
     return squares * (squares + 1) // 2 * (cols // rows)
 
 
 def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> None:
-    """Set ``out = X X^T``; the diagonal gets the fp32 sums of the matrix units.
+    """Set ``out = X X^T`` for each matrix X in ``x``, contiguous or a transposed view of a contiguous tensor.
 
-    ``x``: contiguous or a transposed view of a contiguous tensor. ``kernel``: ``None`` for :data:`tuned_kernel`.
+    ``kernel``: a variant of :func:`symmetric_kernel`; ``None`` for :data:`tuned_kernel`.
     """
     factor = Symmetric(x, out.diagonal)  # which is not read
     _run(kernel, factor, factor, out, PLAIN, diagonals=False)
@@ -232,7 +233,10 @@ def square(x: Tensor, out: Symmetric, work: Workspace, kernel: Any = None) -> No
 def product(
     a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN, kernel: Any = None
 ) -> None:
-    """Set ``out = alpha A B + beta A + shift I`` for symmetric matrices that commute; all tensors are contiguous."""
+    """Set ``out = alpha A B + beta A + shift I`` for contiguous symmetric matrices that commute.
+
+    ``kernel``: a variant of :func:`symmetric_kernel`; ``None`` for :data:`tuned_kernel`.
+    """
     _run(kernel, a, b, out, coeffs, diagonals=True)
 
 
@@ -278,10 +282,7 @@ def complete_kernel(
     shift,
     BLOCK: tl.constexpr,
 ):
-    """Overwrite a row of the product of A and B without diagonals by that row of ``alpha A B + beta A + shift I``.
-
-    The diagonals of A, B and the result are stored separately.
-    """
+    """Turn one row of ``out``, the product of ``a.rest`` and ``b.rest``, into ``alpha A B + beta A + shift I``."""
     row = tl.program_id(0) % size
     first = (tl.program_id(0) // size).to(tl.int64) * size
     at_row = (first + row) * size
@@ -307,7 +308,7 @@ def complete_kernel(
 
 @triton.jit
 def scale_kernel(x_ptr, diagonal_ptr, out_ptr, rows, cols, TALL: tl.constexpr, BLOCK: tl.constexpr):
-    """Add D X to ``out``, or X D if ``TALL``, in a part of one row. D: the diagonal matrix of ``diagonal_ptr``."""
+    """Add D X, or X D if ``TALL``, to a part of one row of ``out``. ``diagonal_ptr``: the diagonal of D."""
     matrix, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = at < cols
@@ -326,7 +327,7 @@ def _block(cols: int) -> int:
 
 
 def complete(a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars) -> None:
-    """Set ``out = alpha A B + beta A + shift I`` in one pass, if ``out.rest`` is already ``a.rest b.rest``."""
+    """Turn ``out``, whose ``rest`` must be ``a.rest b.rest``, into ``alpha A B + beta A + shift I``."""
     batch, size = out.diagonal.shape
     alpha, beta, shift = map(float, coeffs)
     cols = _block(size)
@@ -336,13 +337,13 @@ def complete(a: Symmetric, b: Symmetric, out: Symmetric, coeffs: Scalars) -> Non
 
 
 def unfused_product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
-    """Set ``out = alpha A B + beta A + shift I`` by cuBLAS's full product and one pass over it."""
+    """Set ``out = alpha A B + beta A + shift I`` by cuBLAS's product and :func:`complete`."""
     torch.bmm(a.rest, b.rest, out=out.rest)
     complete(a, b, out, coeffs)
 
 
 def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """Set ``out = P X`` by cuBLAS's product and one pass over it, and return it.
+    """Set ``out = P X`` by cuBLAS's product and one kernel for P's diagonal, and return ``out``.
 
     ``x`` and ``out`` are contiguous, or both are transposed views of contiguous tensors.
     """

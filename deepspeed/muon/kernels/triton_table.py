@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of Triton kernels for GPUs. The module imports without Triton; :func:`operations` then raises."""
+"""The :class:`Operations` that run Triton kernels on GPUs. The module imports without Triton."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def unavailable() -> str | None:
-    """Return why Triton's kernels cannot run on this process's accelerator; ``None`` if they can."""
+    """Return why Triton's kernels cannot run on this process's GPU; ``None`` if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not torch.cuda.is_available():
@@ -40,10 +40,7 @@ def unavailable() -> str | None:
 
 
 def _untuned() -> Operations:
-    """Return the Triton kernels with one fixed configuration of the symmetric products, for a quick check.
-
-    With more than one configuration, Triton's tuner would compile and time all of them.
-    """
+    """Return the Triton kernels with one fixed configuration of the products, so that a check need not autotune."""
     table = operations(reference.OPERATIONS)
     if torch.version.hip:
         return table
@@ -56,12 +53,12 @@ def _untuned() -> Operations:
 
 
 def operations(other: Operations) -> Operations:
-    """Return the table of Triton kernels. Calls that they do not support go to the kernels of the table ``other``.
+    """Return the Triton kernels. Calls that they do not support go to the kernels of the table ``other``.
 
     These are calls with tensors that are not on a GPU or have other dtypes, and matrix products on AMD GPUs.
 
     Raises:
-        ImportError: Triton is not installed; see :func:`unavailable`.
+        ImportError: Triton is not installed.
     """
     from deepspeed.muon.kernels import triton_elementwise as passes
     from deepspeed.muon.kernels import triton_products as products
@@ -99,10 +96,7 @@ def operations(other: Operations) -> Operations:
 
 
 def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable:
-    """Return a function that calls ``kernel`` if ``supports(*arguments)`` is true, and ``fallback`` otherwise.
-
-    ``kernel`` runs on the device of its first argument.
-    """
+    """Return a function that calls ``kernel`` if ``supports(*arguments)`` is true, and ``fallback`` otherwise."""
 
     @functools.wraps(fallback)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -115,10 +109,7 @@ def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback:
 
 
 def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
-    """Return a function that returns whether a kernel supports its arguments.
-
-    It does if the first tensor has one of ``dtypes``, and all tensors are contiguous and on one GPU.
-    """
+    """Return a check for :func:`_either`: the first tensor has one of ``dtypes``, all are contiguous and on one GPU."""
 
     def supports(*args: Any) -> bool:
         first, *others = (arg for arg in args if isinstance(arg, Tensor))
@@ -128,36 +119,34 @@ def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Return whether Triton's kernels can access ``tensor``."""
+    """Return whether ``tensor`` is on an NVIDIA or AMD GPU, where Triton's kernels can use it."""
     return tensor.is_cuda
 
 
 def _are_plain(tensors: Sequence[Tensor], dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
-    """Return whether all tensors are contiguous, are on the same GPU, and have one of ``dtypes``."""
+    """Return whether all tensors are contiguous, on the same GPU, and in one of ``dtypes``."""
     device = tensors[0].device
     return all(is_on_gpu(t) and t.device == device and t.dtype in dtypes and t.is_contiguous() for t in tensors)
 
 
 def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
-    """Return whether all ``matrices`` store their diagonals separately, and all tensors suit :func:`_are_plain`."""
+    """Return whether all ``matrices`` have separate diagonals, and :func:`_are_plain` holds for all tensors."""
     parts = [part for matrix in matrices for part in matrix]
     return not any(matrix.is_whole for matrix in matrices) and _are_plain([*parts, *others])
 
 
 def takes_square(x: Tensor, out: Symmetric, *_: Any) -> bool:
-    """Return whether kernels for one triangle of X X^T support these tensors, and may be faster than a full product."""
+    """Return whether Triton's and quack's ``square`` support these tensors, and the result is large enough."""
     return _are_apart(out, others=[base_of(x)[0]]) and _are_large(x, out.rest)
 
 
 def takes_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
-    """Return whether kernels for one triangle of A B support these tensors, and may be faster than a full product."""
+    """Return whether Triton's and quack's ``product`` support these tensors, and the result is large enough."""
     return _are_apart(a, b, out) and _are_large(a.rest, b.rest, out.rest)
 
 
 def _are_large(*matrices: Tensor) -> bool:
-    """Return whether the last matrix, the result, has at least :data:`SYMMETRIC_FROM` rows, and all matrices are 16-bit
-    and aligned to 16 bytes, the size of a kernel's loads.
-    """
+    """Return whether the last matrix has at least :data:`SYMMETRIC_FROM` rows, and all are 16-bit with aligned rows."""
     return matrices[-1].size(-1) >= SYMMETRIC_FROM and all(
         x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
         for x in matrices

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch memory that is reused, and the number of matrices that are orthogonalized at a time in it."""
+"""Reusable scratch memory, and how many matrices are orthogonalized at a time in it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def has_fp64(device: torch.device) -> bool:
-    """Return whether all devices of this type compute in fp64: Apple's never do, nor some of Intel's and Huawei's."""
+    """Return whether every device of this type supports fp64: True for the CPU and for NVIDIA and AMD GPUs only."""
     return device.type in ("cpu", "cuda")
 
 
 class Workspace:
     """Scratch tensors, cached by name and grown on demand.
 
-    On a CPU they live as long as the optimizer, so that the steady state allocates nothing: page faults cost as much as
-    the arithmetic of a small product. On an accelerator they live for one step, see :meth:`release`.
+    On a CPU they stay until :meth:`clear`, because page faults are slow. On an accelerator :meth:`release` frees them
+    after each step.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Workspace:
         device: torch.device,
         pin: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return an uninitialized contiguous tensor, valid until the next request of this name, dtype and device.
+        """Return an uninitialized contiguous tensor, valid until the next request for this name, dtype and device.
 
-        ``pin``: returns a copy of a tensor in pinned (page-locked) memory; called for newly allocated storage.
+        ``pin``: copies a new CPU tensor to page-locked memory; ``None`` to use pageable memory.
         """
         numel, key = math.prod(shape), (name, dtype, device)
         if key not in self._storage or self._storage[key].numel() < numel:
@@ -57,34 +57,33 @@ class Workspace:
         return self._storage[key][:numel].view(shape)
 
     def release(self) -> None:
-        """Free the storage on accelerators, so that the next forward and backward can use the memory."""
+        """Free the tensors on accelerators, so that the next forward and backward can use their memory."""
         # Host memory stays: page faults and pinning are slow.
         self._storage = {key: buffer for key, buffer in self._storage.items() if not is_accelerator(buffer.device)}
 
     def clear(self) -> None:
-        """Free all storage."""
+        """Free all tensors of the workspace."""
         self._storage.clear()
 
     def nbytes(self) -> int:
-        """Return the bytes of all storage."""
+        """Return how many bytes the tensors of the workspace take."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
 def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | None = None) -> int:
-    """Return how many of the matrices in ``x``, ``[batch, rows, cols]``, to orthogonalize at a time.
-
-    On an accelerator :data:`BATCH_BYTES` limits the number. On a CPU :data:`CACHED_BYTES` limits it, but it is at least
-    ``threads`` (``None``: the number of torch's threads). ``dtype``: of the products. ``small``: number of rows of a
-    Gram matrix.
+    """Return how many matrices of ``x``, ``[batch, rows, cols]``, to process at a time in ``dtype``:
+    :func:`batch_limit`.
     """
     return batch_limit(x.size(-2) * x.size(-1), small, dtype.itemsize, is_accelerator(x.device), threads)
 
 
 def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool, threads: int | None = None) -> int:
-    """Return how many matrices to orthogonalize at a time, as :func:`matrices_together` does, but from their sizes.
+    """Return how many matrices of ``numel`` elements Newton-Schulz should process at a time, at least one.
 
-    ``numel``: elements of a matrix. ``itemsize``: bytes of an element. ``accelerator``: whether an accelerator
-    orthogonalizes them. ``small``, ``threads``: as in that function.
+    If ``accelerator``, :data:`BATCH_BYTES` limits their temporaries. On a CPU :data:`CACHED_BYTES` limits the matrices
+    with their temporaries, but they are at least ``threads`` (``None``: the number of torch's threads).
+
+    ``small``: the number of rows of a Gram matrix. ``itemsize``: bytes of an element in the products.
     """
     nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:
