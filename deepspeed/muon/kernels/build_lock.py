@@ -78,8 +78,8 @@ def _take(file: IO[str]) -> None:
             waited = time.monotonic() - began
         if waited >= GIVE_UP_AFTER:
             raise TimeoutError(
-                f"another process has held the build lock {file.name} for {waited / 60:.0f} minutes, and {_compilers()}"
-                ". If that process hangs, end it, which releases the lock, and start again"
+                f"another process has held the build lock {file.name} for {waited / 60:.0f} minutes ({_compilers()}"
+                "). If that process hangs, end it, which releases the lock, and start again"
             )
         if waited >= TELL_AFTER and not is_told:
             is_told = True

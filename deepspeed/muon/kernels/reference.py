@@ -93,8 +93,7 @@ def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
 
 
 def _parts(rows: int, cols: int, pitch: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """Split a matrix into parts as large as :func:`chunks`; yield (first row, number of rows, first column, end
-    column).
+    """Split a matrix into parts as large as :func:`chunks`; yield (first row, row count, first column, end column).
 
     A part is some whole rows or, if one row is larger, some columns of one row. Rows start ``pitch`` elements apart.
     """
@@ -119,9 +118,8 @@ def advance_codes(
     """Do the same as :func:`advance` for an int8 momentum: compute in fp32, and round ``codes`` stochastically.
 
     ``codes`` begins at the start of a block. ``absmax`` is fp32, the largest magnitude of each block. Both are updated.
-    ``out``: ``None`` to update only the momentum, after :func:`look_ahead` has written ``out``. ``key`` and ``first``
-    select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take 2 MiB on a CPU, 32
-    MiB elsewhere.
+    ``out``: ``None`` to update only the momentum, after :func:`look_ahead`. ``key`` and ``first`` select the random
+    numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take 2 MiB on a CPU, 32 MiB elsewhere.
     """
     for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : block_count(part.stop)]

@@ -62,7 +62,7 @@ def signed(value: int) -> int:
 
 
 def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None:
-    """Round ``source`` stochastically to ``target``: to one of two bf16 neighbours, such that the mean is the value.
+    """Round ``source`` stochastically to ``target``: to a bf16 neighbour, so that the expected value is the element.
 
     Values that bf16 can represent stay as they are, infinities and quiet NaNs too. A finite value never becomes
     infinite: one beyond bf16's largest value is rounded down to it.

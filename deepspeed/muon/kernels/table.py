@@ -60,8 +60,7 @@ PLAIN = Scalars()
 
 
 class Tiles(NamedTuple):
-    """The tiles of some runs. A run is a contiguous piece of a flat shard, a tile the part that one GPU program
-    processes.
+    """The tiles of some runs. A run is a contiguous piece of a flat shard, a tile the part for one GPU program.
 
     ``table``: int64, ``[tiles, 3]``, on the kernel's device: (start in the shard, start in the other tensor, length) of
     each tile, in elements. The other tensor is the ``out`` of ``advance`` or the ``update`` of ``apply_``.

@@ -71,9 +71,7 @@ class Workspace:
 
 
 def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | None = None) -> int:
-    """Return how many matrices of ``x``, ``[batch, rows, cols]``, to process at a time in ``dtype``:
-    :func:`batch_limit`.
-    """
+    """Return how many matrices of ``x``, ``[batch, rows, cols]``, to process at a time; see :func:`batch_limit`."""
     return batch_limit(x.size(-2) * x.size(-1), small, dtype.itemsize, is_accelerator(x.device), threads)
 
 
@@ -81,7 +79,7 @@ def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool, thread
     """Return how many matrices of ``numel`` elements Newton-Schulz should process at a time, at least one.
 
     If ``accelerator``, :data:`BATCH_BYTES` limits their temporaries. On a CPU :data:`CACHED_BYTES` limits the matrices
-    with their temporaries, but they are at least ``threads`` (``None``: the number of torch's threads).
+    with their temporaries, but not to fewer than ``threads`` (``None``: the number of torch's threads).
 
     ``small``: the number of rows of a Gram matrix. ``itemsize``: bytes of an element in the products.
     """
