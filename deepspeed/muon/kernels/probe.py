@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run kernels on matrices that no training needs: to check their results, and to compile them before the first step."""
+"""Run kernels outside of training: to check their results, and to compile them before the first step."""
 
 from __future__ import annotations
 
