@@ -30,19 +30,19 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ds_config that Hugging Face accelerate would build from its own configuration, without an optimizer.
+    """Convert a configuration of Hugging Face accelerate to a ds_config, which has no section ``optimizer``.
 
-    ``section``: accelerate's configuration, parsed from the file ``path``.
+    ``section``: the parsed configuration. ``path``: the file it was read from, for error messages.
 
     Raises:
-        SettingsError: the configuration does not use DeepSpeed, or already names a file with a ds_config.
+        SettingsError: the configuration does not use DeepSpeed, has a wrong value, or names a ds_config file.
     """
     kind = str(section.get("distributed_type", "DEEPSPEED")).upper()
     fields = section.get("deepspeed_config") or {}
     if kind != "DEEPSPEED" or not isinstance(fields, Mapping):
         raise SettingsError(
-            f"--config {path}: accelerate's configuration with distributed_type {kind}; expected DEEPSPEED, and a "
-            "section deepspeed_config or a deepspeed_config_file"
+            f"--config {path}: accelerate's configuration has distributed_type {kind}; expected DEEPSPEED, and a "
+            "section deepspeed_config; run accelerate config and choose DeepSpeed"
         )
     if fields.get("deepspeed_config_file"):
         raise SettingsError(
@@ -73,9 +73,9 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_ds_config_file(section: Mapping[str, Any], ds_config: str) -> str:
-    """Return accelerate's configuration as YAML text, changed to name the file ``ds_config``.
+    """Return accelerate's configuration ``section`` as YAML text that names the ds_config file ``ds_config``.
 
-    The name replaces the DeepSpeed settings in ``section``, the present configuration.
+    DeepSpeed settings that the ds_config file contains are left out.
     """
     import yaml
 

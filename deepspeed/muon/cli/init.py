@@ -53,20 +53,17 @@ class Decision(NamedTuple):
 
 
 def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
-    """Read the ds_config in the file ``path``, and return it with Muon as the optimizer instead of AdamW.
+    """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon.
 
-    A ds_config without an optimizer gets AdamW's defaults. If one of its values is ``"auto"``, the learning rate and
-    the weight decay become ``"auto"`` too, for Hugging Face's Trainer or accelerate to fill in. If the file is
-    accelerate's own configuration, it is converted to a ds_config first.
+    The file may also be accelerate's own configuration. A ds_config without an optimizer is converted as if it had
+    AdamW with default settings, or with learning rate and weight decay ``"auto"`` if it contains another ``"auto"``.
 
-    Args:
-        path: the file to read.
-        out: name of the file in which the user will save the ds_config.
+    ``out``: name of the file in which the user will save the new ds_config.
 
     Returns:
-        Dict with ``config``: the whole new ds_config, with keys in the file's order. ``decisions``: a list of
-        :class:`Decision` as dicts. ``accelerate``: accelerate's new configuration as YAML text, which names ``out``;
-        ``None`` if the file was not accelerate's.
+        Dict with ``config``, the new ds_config; ``decisions``, a list of :class:`Decision` as dicts; and
+        ``accelerate``, accelerate's new configuration as YAML text that names ``out``, or ``None`` if the file was not
+        accelerate's.
 
     Raises:
         SettingsError: the file cannot be read, contains no ds_config, or its optimizer is not AdamW.
@@ -97,7 +94,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params`` for Muon, decisions) for a ds_config that has no section ``optimizer``."""
+    """Return (``optimizer.params`` for Muon, what was changed) for a ds_config that has no section ``optimizer``."""
     params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
     added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
     if _has_auto(section):
@@ -141,12 +138,9 @@ def _rate(schedule: Schedule) -> str:
 
 
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
-    """Return the error to raise if ``optimizer.type`` is ``name``, which is not AdamW.
-
-    If it is Muon, its settings are checked first. ``path``: the file. ``section``: the ds_config in the file.
-    """
+    """Return the error to raise for an ``optimizer.type`` that is not AdamW."""
     if isinstance(name, str) and is_muon(name):
-        read_settings(path, dict(section), world_size=1)
+        read_settings(path, dict(section), world_size=1)  # raises if another setting is wrong
         return SettingsError(
             f"{path}: optimizer.type: got {name!r}, so the config needs no change; {NEXT.format(path)[6:]}"
         )
@@ -162,9 +156,9 @@ def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsErr
 def _params_from_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params`` for Muon, decisions), converted from the section ``optimizer`` of AdamW.
+    """Convert the section ``optimizer`` for AdamW. Return (``optimizer.params`` for Muon, what was changed).
 
-    ``config``: the ds_config. Keys of the section that belong to its top level are moved there.
+    AdamW's ``max_grad_norm`` becomes ``gradient_clipping`` in ``config``, the ds_config.
     """
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
@@ -182,8 +176,8 @@ def _params_from_adamw(
             del params[key]
         elif key not in KEPT:
             raise SettingsError(
-                f"{path}: optimizer.params.{key}: got {params[key]!r}, which the AdamW half does not support; remove "
-                "the key"
+                f"{path}: optimizer.params.{key}: got {params[key]!r}, which deepspeed-muon's AdamW does not support; "
+                "remove the key"
             )
     if "max_grad_norm" in params:
         limit, clipping = params.pop("max_grad_norm"), config.get("gradient_clipping")
@@ -218,7 +212,7 @@ _MARK = "\0"
 
 
 def as_written(config: Mapping[str, Any], path: str) -> str:
-    """Return ``config`` as JSON text, in which numbers are spelled as in the file ``path``, such as 2e8."""
+    """Return ``config`` as JSON text with numbers as they are written in the file ``path``, such as ``2e8``."""
     try:
         written = json.loads(Path(path).read_text(), parse_float=lambda text: _MARK + text)
     except ValueError:  # Hjson, which DeepSpeed reads as well
@@ -228,10 +222,7 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, written: Any) -> Any:
-    """Return ``value`` (parsed JSON) with each unchanged number replaced by a string with its spelling in the file.
-
-    ``written``: the parsed file, in which each float is such a string: ``_MARK``, then the number as it was written.
-    """
+    """Return ``value`` with each number replaced by the marked string that ``written``, the parsed file, has for it."""
     if isinstance(value, Mapping) and isinstance(written, Mapping):
         return {key: _spelt(item, written.get(key)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(written, list):

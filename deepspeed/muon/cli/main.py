@@ -43,11 +43,10 @@ LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command ``ds_muon`` with these arguments (``None``: those of the process).
+    """Run the command ``ds_muon`` with ``arguments`` (``None``: those of the process), and return its exit status.
 
-    Returns:
-        The exit status: 0 if all is well; 1 if ``report`` lists a problem or ``plan --check`` finds an error; 2 if an
-        argument or a file is wrong.
+    The status is 0 if all is well, 1 if ``report`` lists a problem or ``plan --check`` finds an error, and 2 if an
+    argument or a file is wrong.
     """
     args = parser().parse_args(arguments)
     try:
@@ -89,7 +88,9 @@ def _write(file: Path, text: str) -> None:
         with file.open("x") as stream:
             stream.write(text)
     except OSError as error:
-        raise errors.SettingsError(f"--out {file}: {error.strerror}") from None
+        raise errors.SettingsError(
+            f"--out {file}: cannot write this file: {error.strerror}; choose another path"
+        ) from None
 
 
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -185,10 +186,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
-    """Time Newton-Schulz and the elementwise passes on this machine. Return the object ``measured`` of ``--json``.
-
-    It has the speeds, and the milliseconds of a step at these speeds. Raise SettingsError if there is no GPU.
-    """
+    """Time the computation of a step on this machine, and return the object ``measured`` of ``ds_muon plan --json``."""
     device = candidates.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.SettingsError(

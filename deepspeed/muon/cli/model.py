@@ -42,7 +42,7 @@ def build(text: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Return a context that turns any exception into a ModelError. Its text is one line that begins with ``what``."""
+    """Turn an exception in the ``with`` block into a ModelError whose one-line message begins with ``what``."""
     try:
         yield
     except ModelError:
@@ -99,7 +99,9 @@ def _from_hugging_face(text: str) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise ModelError(f"needs the package transformers (pip install transformers); {EXPECTED}") from None
+        raise ModelError(
+            f"a Hugging Face model needs the package transformers (pip install transformers); {EXPECTED}"
+        ) from None
     config = _config(transformers, text)
     with _blaming(f"building {type(config).__name__} raised"), _without_data():
         try:

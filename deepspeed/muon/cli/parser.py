@@ -68,15 +68,14 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with a suggestion if a flag is misspelled."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but report an unknown flag first, because it may be a misspelled required flag."""
-        known = list(self._option_string_actions)
+        """Parse like argparse, but report unknown flags before missing ones."""
+        known = list(self._option_string_actions)  # an unknown flag may be the missing one, misspelled
         for flag in () if self._subparsers else [argument.partition("=")[0] for argument in args]:
             if flag.startswith("--") and not any(name.startswith(flag) for name in known):
                 self.error(_about_unknown(flag, known))
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print ``message`` on one line, without argparse's usage, and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -50,13 +50,12 @@ Draw = Callable[[Any, Records], None]
 
 
 def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
-    """Draw what a monitored training run recorded in ``folder``, and write it to the PNG file ``target``.
+    """Draw what a training run has written to ``folder`` with DeepSpeed's monitor, and save the picture as a PNG file.
 
-    ``target``: by default ``muon.png`` in ``folder``.
+    ``target``: the PNG file; by default ``muon.png`` in ``folder``.
 
     Returns:
-        Dict with ``file``, the path of the picture; ``panels``, a list of the titles in it; and ``records``, their
-        number.
+        {"file": path of the picture, "panels": list of panel titles, "records": number of records}
 
     Raises:
         RecordsError: there are no records, matplotlib is not installed, or the file cannot be written.
@@ -73,14 +72,16 @@ def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
         try:
             figure.savefig(target, format="png", dpi=DPI)
         except OSError as error:
-            raise RecordsError(f"--out {target}: {error.strerror or error}") from None
+            raise RecordsError(
+                f"--out {target}: cannot write this file: {error.strerror or error}; choose another path"
+            ) from None
     return {"file": str(target), "panels": titles, "records": len(records.samples)}
 
 
 def draw(records: Records, folder: Path) -> tuple[Any, list[str]]:
-    """Return (:class:`matplotlib.figure.Figure`, titles of its panels); each recorded measure has one panel.
+    """Draw one panel for each measure in ``records``. Return (:class:`matplotlib.figure.Figure`, list of panel titles).
 
-    ``folder``: the folder of the records, for the heading.
+    The figure's heading names ``folder``.
     """
     from matplotlib.figure import Figure
 
@@ -108,10 +109,7 @@ def draw(records: Records, folder: Path) -> tuple[Any, list[str]]:
 
 
 def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
-    """Return the panels to draw, in groups with rows of one height.
-
-    A group is (height of a row in inches, [(title, function that draws the panel), ...]).
-    """
+    """Return groups of panels: [(height of a panel in inches, [(title, function that draws it), ...]), ...]."""
     values, layers = records.values, records.layers
     curves: list[tuple[Any, str, Draw]] = [
         ("loss" in values, "Training loss", _loss),
@@ -140,15 +138,12 @@ def _panels(records: Records) -> list[tuple[float, list[tuple[str, Draw]]]]:
 
 
 def _margin(samples: Sequence[int]) -> float:
-    """Return half the mean distance between records, by which the axis extends beyond the first and last record.
-
-    ``samples``: positions of the records, in training samples.
-    """
+    """Return the margin of the x axis: half the mean distance between ``samples``, the positions of the records."""
     return (samples[-1] - samples[0]) / (2 * max(1, len(samples) - 1)) or samples[0] / 2
 
 
 def _thousands(value: float, _: Any = None) -> str:
-    """Return the label of a tick at ``value``, such as ``1.2k`` for 1200; a formatter for matplotlib."""
+    """Format the number at a tick for matplotlib: ``1.2k`` for 1200."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.4g}{name}"
@@ -194,7 +189,7 @@ def _grad_norm(axes: Any, records: Records) -> None:
 
 
 def _halves(values: Mapping[str, Values], measure: str) -> dict[str, Values]:
-    """Return {"muon": values, "adamw": values} of a measure such as ``lr``, without optimizers that have no records."""
+    """Return {"muon": values, "adamw": values} of a measure such as ``lr``; a key without records is left out."""
     return {half: values[f"{measure}_{half}"] for half in ("muon", "adamw") if f"{measure}_{half}" in values}
 
 
@@ -214,7 +209,7 @@ def _by_half(axes: Any, records: Records, measure: str, unit: str) -> None:
 
 
 def _change(axes: Any, records: Records) -> None:
-    """Draw the norm of each matrix's change in a step, divided by the norm of its weights, as a heat map."""
+    """Draw a heat map of how much each matrix changes in a step: norm of the change divided by norm of the weights."""
     rows = records.layers[CHANGE]
     sizes = sorted(value for values in rows.values() for value in values.values() if value > 0) or [1.0]
     low, high = sizes[len(sizes) // 100], sizes[-1 - len(sizes) // 100]  # outliers must not use up the scale
@@ -224,10 +219,7 @@ def _change(axes: Any, records: Records) -> None:
 
 
 def _cautious(axes: Any, records: Records) -> None:
-    """Draw the share of each matrix's weights that decay (cautious weight decay), as a heat map centred on 0.5.
-
-    0.5 is the value if the signs of weights and updates are independent.
-    """
+    """Draw a heat map of the share of each matrix's weights that decay under cautious weight decay."""
     rows = records.layers[CAUTIOUS]
     away = max(0.02, *(abs(value - 0.5) for values in rows.values() for value in values.values()))
     colors = {"cmap": "RdBu_r", "vmin": 0.5 - away, "vmax": 0.5 + away}
@@ -235,9 +227,9 @@ def _cautious(axes: Any, records: Records) -> None:
 
 
 def _heat_map(axes: Any, rows: Mapping[str, Values], colors: dict[str, Any], label: str, named: bool = True) -> Any:
-    """Draw one row of cells for each name, with lines between layers, and return the colour bar.
+    """Draw a heat map with one row of cells for each name in ``rows``. Return its colour bar.
 
-    ``rows``: {name: values}. ``colors``: arguments for the colour scale. ``label``: of the colour bar.
+    ``colors``: arguments of ``pcolormesh``. ``label``: text at the colour bar. ``named``: whether to label the rows.
     """
     names, at = [*rows], sorted({samples for values in rows.values() for samples in values})
     between = [(a + b) / 2 for a, b in itertools.pairwise(at)]
@@ -267,10 +259,7 @@ def _layer(name: str) -> str:
 
 
 def _by_layer(axes: Any, rows: Mapping[str, Values], **style: Any) -> None:
-    """Draw one curve for each name; colours go from dark (first layer) to light (last layer).
-
-    ``rows``: {name: values}. ``style``: arguments of matplotlib's ``plot``. The legend names some of the layers.
-    """
+    """Draw one curve for each name in ``rows``. Colours go from dark (first layer) to light (last layer)."""
     from matplotlib import colormaps
 
     layers = [*dict.fromkeys(map(_layer, rows))]
@@ -301,10 +290,7 @@ def _ranks(axes: Any, records: Records) -> None:
 
 
 def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str) -> None:
-    """Draw a measure that each record has for one matrix: a dot for each record, and a name at the worst value.
-
-    ``rows``: {name of the matrix: values}. ``worst``: ``min`` or ``max``. ``label``: of the axis.
-    """
+    """Draw a dot for each value, and write the matrix's name at the worst value (``worst``: ``min`` or ``max``)."""
     _by_layer(axes, rows, linestyle="", marker="o", markersize=4)
     value, at, name = worst((value, at, name) for name, values in rows.items() for at, value in values.items())
     align, shift = ("right", -6) if at > sum(axes.get_xlim()) / 2 else ("left", 6)
@@ -316,10 +302,7 @@ def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str)
 
 
 def _phases(axes: Any, records: Records) -> None:
-    """Draw the time of each phase of a step, stacked, with the rest of the step on top.
-
-    The legend has the medians. The axis is cut, so rare slow steps run off it.
-    """
+    """Draw the time of each phase of a step, stacked. The legend has median times. Rare slow steps are cut off."""
     at, values = records.samples, records.values
     series = {name: [values.get(name, {}).get(samples, 0.0) for samples in at] for name in ("step_ms", *values)}
     parts = {text: series.get(name, [0.0] * len(at)) for name, text, _ in PHASES}

@@ -38,7 +38,7 @@ SHAPE = (512, 2048)
 
 
 def environment() -> dict[str, Any]:
-    """Return the object that ``ds_muon report --json`` prints: versions, device, kernels, and a list ``problems``."""
+    """Return the facts that ``ds_muon report`` shows about this machine and its software, and a list ``problems``."""
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
@@ -62,10 +62,9 @@ def environment() -> dict[str, Any]:
 
 
 def _rates(device_type: str) -> dict[str, float]:
-    """Time the matrix products of Newton-Schulz; return {dtype: TFLOP/s with the fastest kernels}.
+    """Time the matrix products of Newton-Schulz. Return {dtype: TFLOP/s with the fastest kernels}.
 
-    The matrices have the shape :data:`SHAPE`. Dtypes that a short trial finds far slower are left out. A symmetric
-    product counts as many operations as an ordinary one.
+    Dtypes that are much slower than others are left out.
     """
     unavailable = selection.unavailable_kernels("auto", [device_type])
     tables = selection.product_tables(unavailable, device_type)
@@ -104,11 +103,10 @@ def _first_line(*command: str) -> str | None:
 
 
 def of_launch() -> dict[str, Any] | None:
-    """Compare the software of all ranks, and train a small model on them (:func:`run_trial`); a collective.
+    """Compare the software of all ranks, and train a small model on them (:func:`run_trial`). A collective call.
 
-    Returns:
-        On rank 0 the object of :func:`environment`, with findings about all ranks under the key ``launch``. ``None`` on
-        other ranks.
+    Return on rank 0 the result of :func:`environment` with findings about all ranks under the key ``launch``. Return
+    ``None`` on other ranks.
     """
     device = accelerator()
     own = {**_versions(), "host": platform.node(), "device": device["name"], "backend": device["backend"]}
@@ -118,7 +116,10 @@ def of_launch() -> dict[str, Any] | None:
     ranks, trial, fault, facts = found["ranks"], found["trial"], found["fault"], environment()
     odd = [name for name in ranks[0] if name != "host" and len({one[name] for one in ranks}) > 1]
     differing = {name: [one[name] for one in ranks] for name in odd}
-    problems = [*facts["problems"], *(f"ranks differ in {name}" for name in odd if name != "device")]
+    problems = [
+        *facts["problems"],
+        *(f"ranks differ in {name}; make it the same on all ranks" for name in odd if name != "device"),
+    ]
     problems += [f"{case['name']}: {case['problem']}" for case in trial if case["problem"]]
     problems += [f"ranks call collectives in different orders, so NCCL can hang: {fault}"] if fault else []
     launch = {
@@ -156,7 +157,7 @@ def _problems(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
-    """Return rows of [title, text] about the attributes of DeepSpeed that this package replaces.
+    """Return table rows about the attributes of DeepSpeed that deepspeed-muon replaces.
 
     ``states``: {name of the attribute: its state}. ``every``: list all attributes instead of counting them.
     """
@@ -203,10 +204,7 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
 
 
 def _launch_lines(launch: dict[str, Any] | None) -> Iterator[str]:
-    """Yield the lines of the report about all ranks; none if ``launch`` is ``None``.
-
-    ``launch``: the findings of :func:`of_launch`.
-    """
+    """Yield the lines of the report about all ranks of a launch; none if ``launch`` is ``None``."""
     if launch is None:
         return
     ranks, hosts = _count(launch["ranks"], "rank"), _count(launch["hosts"], "host")

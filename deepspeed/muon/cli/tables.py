@@ -22,16 +22,16 @@ TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "ow
 def rows_of(
     halves: Sequence[Half], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table that ``ds_muon plan`` prints, one for each parameter.
+    """Return the rows of the table that ``ds_muon plan`` prints: one dict for each parameter.
 
-    ``halves``: the optimizer's parameter groups. ``costs``: the costs of what Muon updates. ``dtype``: dtype of
-    Newton-Schulz. ``fold``: put parameters that differ only in layer number and owners into one row.
+    ``dtype``: dtype of Newton-Schulz. ``fold``: merge rows of parameters that differ only in layer number and owners.
 
     Returns:
-        Dicts with ``name``; ``count`` of parameters; ``shape``; ``rule``, Muon or AdamW; ``reason``; ``blocks``, the
-        matrices in one parameter; their ``scales`` and ``methods``; ``cost``, the share of the model's Newton-Schulz
-        operations; ``owners``, the ranks that orthogonalize them (none for AdamW); ``owners_of_one``, the largest
-        number of owners of one matrix; and ``on_each``, whether each rank orthogonalizes all of them itself.
+        Dicts with ``name``, ``shape``, ``rule`` ("Muon" or "AdamW"), and ``reason`` for the rule; ``count``, the number
+        of parameters in the row; ``blocks``, the number of matrices in one parameter; ``scales`` and ``methods`` of
+        these matrices; ``cost``, the share of the model's Newton-Schulz operations; ``owners``, the ranks that
+        orthogonalize the matrices (empty for AdamW); ``owners_of_one``, the largest number of owners of one matrix; and
+        ``on_each``, whether each rank orthogonalizes all matrices itself.
     """
     owners: dict[str, set[int]] = {}
     of_one: dict[str, int] = {}
@@ -76,10 +76,7 @@ def rows_of(
 
 
 def _folded(pattern: str, names: Sequence[str]) -> str:
-    """Return one name for several parameters, such as ``layers.{0..31}.mlp``.
-
-    ``pattern``: their common name with ``{}`` in place of each number. ``names``: the names.
-    """
+    """Return ``pattern`` with the numbers of ``names`` filled in for each ``{}``: ``layers.{0..31}.mlp``."""
     if len(names) == 1:
         return names[0]
     places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
@@ -164,7 +161,7 @@ def plan_text(facts: dict[str, Any]) -> str:
 
 
 def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) about the result of ``--check``; nothing if ``found`` is ``None``."""
+    """Yield the row (title, text) about ``ds_muon plan --check``; nothing if ``found`` is ``None``."""
     if found is not None:
         verdict = f"FAULT, please report it: {found['fault']}" if found["fault"] else "the collectives match"
         checked = f"{found['operations']:,} operations on {found['ranks']:,} ranks, in {found['seconds']:.1f} s"
@@ -172,7 +169,7 @@ def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) pairs about the result of ``--measured``; nothing if ``found`` is ``None``."""
+    """Yield the rows (title, text) about ``ds_muon plan --measured``; nothing if ``found`` is ``None``."""
     if found is None:
         return
     took = {key: f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for key, value in found["step_ms"].items()}

@@ -49,24 +49,25 @@ _TRAINER, _BOTH = "only Hugging Face's Trainer fills in", "only Hugging Face's T
 FILLED_BY = {"lr": _BOTH, "betas": _TRAINER, "eps": _TRAINER, "weight_decay": _BOTH}
 
 
-#: A misspelt word may be this many letters longer or shorter than the word meant.
+#: A misspelt word may be this many letters longer or shorter than the word meant. Words of very different lengths share
+#: letters by chance.
 MOST_MISSING = 2
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, quote: str = "", cutoff: float = 0.6) -> str:
-    """Return the text "did you mean X?", where X is the word of ``known`` that is most similar to ``word``.
+    """Return "did you mean X?", where X is the most similar word in ``known``; ``otherwise`` if no word is similar.
 
-    Return the text ``otherwise`` if no known word has a similarity of ``cutoff`` (0 to 1). ``quote`` is put around X.
+    ``quote``: character before and after X. ``cutoff``: the least similarity, from 0 to 1.
     """
     near = nearest(word, known, cutoff)
     return f"did you mean {quote}{near}{quote}?" if near else otherwise
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known word that is most similar to ``word``; ``None`` if none has a similarity of ``cutoff`` (0 to 1).
+    """Return the word in ``known`` that is most similar to ``word``; ``None`` if no similarity reaches ``cutoff``.
 
-    Words whose length differs by more than ``MOST_MISSING`` are ignored unless they begin with ``word`` or the cutoff
-    is 0, because words of very different lengths share letters by chance.
+    Similarity is from 0 to 1. With a ``cutoff`` above 0, known words that are much longer or shorter are ignored unless
+    they begin with ``word``.
     """
     near = [
         name
@@ -106,33 +107,25 @@ def expected(item: Mapping[str, Any], value: Any, values: str = "") -> str:
 
 
 def own_words(item: Mapping[str, Any]) -> str:
-    """Return the message of ``item``, an entry of ``pydantic.ValidationError.errors()``.
-
-    The prefix "Value error, ", which pydantic adds to an error from a validator, is removed.
-    """
+    """Return the message in ``item``, an entry of ``pydantic.ValidationError.errors()``, without "Value error, "."""
     return str(item["msg"]).removeprefix("Value error, ")
 
 
 def unknown_inside(key: Any, known: Collection[str]) -> str:
-    """Return the error message about an unknown ``key`` in a nested JSON object, such as the value of ``qk_clip``.
-
-    ``known``: the valid keys of that object.
-    """
+    """Return the error message about a wrong ``key`` in a nested JSON object that has the keys ``known``."""
     return f"unknown key {key!r}, " + did_you_mean(str(key), known, f"known keys: {', '.join(known)}")
 
 
 def explain(
     item: Mapping[str, Any], params: Mapping[str, Any], model: type[BaseModel], known: Sequence[str], where: str
 ) -> str:
-    """Return a one-line message about a validation error.
-
-    The message names the key, its value, the allowed values and, for a misspelt key, the most similar valid one.
+    """Return one line about a wrong setting: its key and value, and what is allowed or which key was probably meant.
 
     Args:
-        item: an entry of ``pydantic.ValidationError.errors()``, or a dict with its keys ``loc`` and ``type``.
+        item: an entry of ``pydantic.ValidationError.errors()``; for an unknown key, ``loc`` and ``type`` are enough.
         params: the keys and values that the user wrote.
         model: the pydantic class that validated them.
-        known: the keys that may be set.
+        known: the valid keys.
         where: prefix of the key in the message, such as ``optimizer.params.``.
     """
     if not item["loc"]:
@@ -167,10 +160,7 @@ def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: S
 
 
 def _of_string(value: str, values: str) -> str:
-    """Return advice for a user who wrote a string where a flag or number is expected; "" if there is no advice.
-
-    ``values``: the text that says what is allowed, such as ``true or false``.
-    """
+    """Return advice if ``value`` is a flag or number in quotes; otherwise "". ``values``: text about allowed values."""
     if value.lower() in ("true", "false") and values == "true or false":
         return f"write {value.lower()} without quotes"
     is_number = re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower()))

@@ -15,7 +15,7 @@ from deepspeed.muon.errors import MuonConfigError
 class Preset(NamedTuple):
     """A published recipe: ``values`` for keys of ``optimizer.params``.
 
-    ``source``: the publication. ``left_out``: how the values differ from the publication.
+    ``source``: the publication. ``left_out``: how a run with these values differs from the publication.
     """
 
     values: dict[str, Any]
@@ -103,10 +103,9 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
-    """Extend the message of a MuonConfigError that the ``with`` block raises, and raise it again.
+    """Add a hint to a MuonConfigError from the ``with`` block: the keys in its message that the preset has set.
 
-    The added text says which of the keys in the message were set by the preset, not by the user. ``params``: the user's
-    ``optimizer.params``, whose key ``preset`` names the preset.
+    ``params``: the user's ``optimizer.params``.
     """
     try:
         yield

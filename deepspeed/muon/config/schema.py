@@ -25,10 +25,10 @@ from deepspeed.muon.math.schedules import Schedules
 
 
 class MuonConfig(BaseModel):
-    """All settings of the optimizer, which are the keys of ``optimizer.params`` in ds_config. Unknown keys are refused.
+    """The settings of the optimizer: the keys of ``optimizer.params`` in ds_config. Unknown keys are refused.
 
-    Durations are in steps. Keys that stock DeepSpeed also has keep DeepSpeed's defaults. "Muon half" means the
-    parameters that Muon updates, "AdamW half" all other parameters.
+    Keys that stock DeepSpeed has, too, have the same defaults. "Muon half" means the parameters that Muon updates,
+    "AdamW half" all other parameters.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
@@ -156,7 +156,7 @@ class MuonConfig(BaseModel):
         if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
             raise ValueError("ns_dtype: the range of fp16 is too small for ns_normalization aol; use bf16 or fp32")
         if self.normuon and self.muon_plus != "none":
-            raise ValueError("muon_plus: has no effect with normuon, which sets the norms again; remove one of the two")
+            raise ValueError("muon_plus: has no effect with normuon, which replaces the norms; remove one of the two")
         return self
 
     @property
@@ -179,10 +179,7 @@ class MuonConfig(BaseModel):
 
     @property
     def most_owners(self) -> int | None:
-        """Return the maximum number of ranks that orthogonalize one matrix together; ``None`` if it is not limited.
-
-        It is 1 with NorMuon, MuonEq, Muon+ or AOL, which need whole matrices; otherwise ``owners_per_matrix``.
-        """
+        """Return the maximum number of ranks that orthogonalize one matrix together; ``None`` if there is no limit."""
         return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
 
     @property
@@ -222,7 +219,6 @@ class MuonConfig(BaseModel):
         return self._resolve_scale()[1]
 
     def _resolve_scale(self) -> tuple[str, str]:
-        """Return (``adjust_lr_fn`` with ``auto`` resolved, a text that says why it was chosen)."""
         # A config with ``lr`` and none of STOCK_TUNING_KEYS has AdamW's learning rate, so updates get AdamW's RMS. Any
         # of these keys, or no ``lr``, means values tuned for stock DeepSpeed's Muon.
         if self.adjust_lr_fn != "auto":
@@ -240,28 +236,27 @@ class MuonConfig(BaseModel):
 
     @property
     def stock_tuning(self) -> list[str]:
-        """Return the keys of :data:`STOCK_TUNING_KEYS` that the user, not the preset, has set."""
+        """Return the keys that the user, not the preset, has set and that mean tuning for stock DeepSpeed's Muon."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.of_preset]
 
     @property
     def sets_a_rate(self) -> bool:
-        """Return whether the config sets a learning rate: ``lr``, or that of Muon or AdamW alone."""
+        """Return whether the config sets ``lr``, ``muon_lr`` or ``adam_lr``."""
         return any(rate is not None for rate in (self.lr, self.muon_lr, self.adam_lr))
 
     @property
     def reference_lr(self) -> float:
-        """Return the learning rate that a scheduler sees: the first of ``lr``, Muon's and AdamW's rate above 0."""
+        """Return the learning rate that a scheduler sees: ``lr`` or, if that is not set or 0, Muon's or AdamW's rate."""
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 
     def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """Return a copy of this config for a parameter group, with the group's own settings in place of the config's.
+        """Return the settings of a parameter group: this config, overridden by ``own``, the group's keys and values.
 
-        ``own``: the group's settings, with keys in :data:`GROUP_KEYS`. ``where``: prefix of error messages,
-        which names the group.
+        ``where``: prefix of error messages, which names the group.
 
         Raises:
-            MuonConfigError: a key that a group cannot set, or a wrong value.
+            MuonConfigError: a key that is not in :data:`GROUP_KEYS`, or a wrong value.
         """
         own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
@@ -308,16 +303,15 @@ def _first(*values: Any) -> Any:
 def parse(
     params: Mapping[str, Any] | None, where: str = "optimizer.params.", base: Mapping[str, Any] | None = None
 ) -> MuonConfig:
-    """Check ``optimizer.params``, fill in its preset's values, and return the config.
+    """Check ``optimizer.params``, fill in the values of its preset, and return the config.
 
     Args:
-        params: key -> value. Keys set to null, and AdamW's keys without effect (``types.is_harmless``), are ignored.
+        params: {key: value}. Keys set to null, and AdamW's keys without effect (:func:`is_harmless`), are ignored.
         where: prefix of keys in error messages.
-        base: for a parameter group: the settings of all groups, from which ``params`` may override
-            :data:`GROUP_KEYS`.
+        base: the settings of all groups, if ``params`` are those of one parameter group.
 
     Raises:
-        MuonConfigError: lists every wrong key, its value and what is allowed; for an unknown key, the most similar one.
+        MuonConfigError: lists each wrong key, its value and what is allowed; for an unknown key, the most similar one.
     """
     written = {
         key: value

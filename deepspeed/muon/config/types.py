@@ -29,14 +29,12 @@ DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number unchanged, and a string such as "1e-5" as a number; refuse other strings.
-
-    pydantic alone would accept more: "1.0e_8" as 1e8, and strings with spaces, words or digits of other scripts.
-    """
+    """Return a number unchanged, and a string such as "1e-5" as a number; refuse other strings."""
     if isinstance(value, bool):
         raise ValueError("expected a number, not true or false")
     if not isinstance(value, (str, bytes, bytearray)):
         return value
+    # pydantic alone would accept more: "1.0e_8" as 1e8, and strings with spaces, words or digits of other scripts.
     if not isinstance(value, str) or not DECIMAL.fullmatch(value):
         return _REFUSED
     return int(value) if value.isdecimal() else float(value)
@@ -95,11 +93,14 @@ def _compiles(value: str) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix is split into several along ``axis`` (0: rows, 1: columns).
+    """How a matrix is split into several along ``axis`` (0: rows, 1: columns); a value of ``muon_split``.
 
-    ``sizes``: number of rows or columns of each new matrix; empty: the matrix stays whole. ``groups``: how often the
-    sizes repeat along the axis. ``Cut((2, 1), groups=2)`` splits 6 rows into matrices of rows (0, 1, 3, 4) and (2, 5).
-    With columns, ``groups`` above 1 raises ValueError.
+    ``sizes``: number of rows or columns of each new matrix; empty if the matrix stays whole. ``groups``: how many times
+    the sizes repeat along the rows; a new matrix consists of its rows from all repetitions. ``Cut((2, 1), groups=2)``
+    splits 6 rows into matrices of rows (0, 1, 3, 4) and (2, 5).
+
+    Raises:
+        ValueError: ``groups`` is above 1 with columns.
     """
 
     sizes: tuple[int, ...]
@@ -196,10 +197,9 @@ OURS, STOCK, TORCH_MUON, KERAS = "deepspeed-muon", "stock DeepSpeed", "`torch.op
 
 
 def field(default: Any, source: str = OURS, unit: str = "") -> Any:
-    """Return a pydantic field with the default value ``default``.
+    """Return a pydantic field of the config, with data for docs/configuration.md.
 
-    ``source``: where the default comes from. ``unit``: the unit of the value. docs/configuration.md prints both,
-    and the docstring that follows the field.
+    ``source``: where the default value comes from. ``unit``: the unit of the value.
     """
     return Field(default, json_schema_extra={"source": source, "unit": unit})
 

@@ -24,9 +24,9 @@ from deepspeed.muon.plan.program import NewtonSchulz, program_of
 class Machine:
     """The speed of one rank, from which the time of a step is computed.
 
-    ``tflops``: 10^12 floating-point operations of Newton-Schulz per second; symmetric products count in full.
-    ``muon_ns``, ``adamw_ns``: time of the elementwise passes in nanoseconds per element of a shard. ``run_us``:
-    microseconds to launch Muon's passes over one contiguous piece of a shard (a "run").
+    ``tflops``: 10^12 floating-point operations of Newton-Schulz per second. A symmetric matrix product counts as a full
+    product. ``muon_ns``, ``adamw_ns``: nanoseconds per element of a shard for Muon's elementwise work and for AdamW.
+    ``run_us``: microseconds to launch Muon's elementwise kernels for one contiguous piece of a shard.
     """
 
     tflops: float
@@ -39,8 +39,8 @@ class Machine:
 class Estimate:
     """The plan of one optimizer step for all ranks, and its costs.
 
-    ``parts``: the parts of parameter groups that ZeRO updates one after the other. ``costs``: the cost of each part
-    that Muon updates. ``peak``: scratch memory of the rank that needs most. ``planning_seconds``: duration of planning.
+    ``parts``: all parts of the step, in the order in which ZeRO updates them. ``costs``: one for each part that Muon
+    updates. ``peak``: scratch memory of the rank that needs most. ``planning_seconds``: how long planning took.
     """
 
     halves: Sequence[Half]
@@ -64,8 +64,8 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
 
     Args:
         halves: the optimizer's parameter groups, from :func:`halves_of`.
-        layout: how ZeRO splits them over ranks.
-        memory: dtypes of Newton-Schulz and of what ranks send, and the device type for which owners are balanced.
+        layout: how ZeRO splits the parameter groups over ranks.
+        memory: the dtype of Newton-Schulz, the dtype of sent matrices, and the type of the device.
     """
     began = time.perf_counter()
     parts = lay_out(halves, layout)
@@ -85,7 +85,7 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
 
 
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
-    """Return the scratch memory, by purpose, of the rank that needs most."""
+    """Return the scratch memory of the rank that needs most."""
     costs = [cost for cost in costs if cost.demands]
     methods = [cost.part.half.method(schedule, memory.dtype) for cost in costs]
     # If each rank does all the work of a part, `demands` has one list for all ranks.
@@ -96,10 +96,7 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
 
 
 def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
-    """Return the sizes of all Muon groups (``use_muon``) or of all AdamW groups.
-
-    The keys are ``tensors``, ``parameters`` (elements) and ``matrices``.
-    """
+    """Return {"tensors": count, "parameters": elements, "matrices": count} of all Muon groups or all AdamW groups."""
     specs = [spec for half in halves if half.use_muon is use_muon for spec in half.specs]
     return {
         "tensors": len(specs),
@@ -109,10 +106,7 @@ def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
 
 
 def per_rank(found: Estimate) -> dict[str, Any]:
-    """Return the object ``per_rank`` in the output of ``ds_muon plan --json``.
-
-    It has bytes and floating-point operations of a step, as mean and maximum over the ranks.
-    """
+    """Return the object ``per_rank`` of ``ds_muon plan --json``: bytes and operations per step, mean and maximum."""
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
     state = [shards + moments for moments in _sums_per_rank([cost.moment_bytes for cost in costs], world_size)]
@@ -137,10 +131,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
 
 
 def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
-    """Return the elementwise sum of ``lists``, with one value for each rank.
-
-    A list in ``lists`` has one value for each rank, or a single value that is used for every rank.
-    """
+    """Return the sum of ``lists`` for each rank. A list has one value for each rank, or one value for all ranks."""
     spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
     return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]
 
@@ -148,7 +139,7 @@ def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[fl
 def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
     """Return {"elementwise": milliseconds, "newton_schulz": milliseconds} of one optimizer step, without communication.
 
-    For Newton-Schulz the times of the busiest ranks of all parts are added.
+    In each part of the step, Newton-Schulz takes as long as its busiest rank.
     """
     pace = {True: machine.muon_ns, False: machine.adamw_ns}
     passes = sum(part.numel * pace[part.half.use_muon] for part in found.parts) / 1e6
@@ -160,12 +151,12 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
 def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
     """Return by how much gradient clipping shrinks the updates of the Muon in unmodified ("stock") DeepSpeed.
 
-    Stock DeepSpeed clips Muon's orthogonalized updates instead of the gradients. Their total norm is the square root
-    of the sum of ``scale^2 min(rows, cols)`` over all matrices, with the scale ``original``.
+    Stock DeepSpeed clips Muon's orthogonalized updates instead of the gradients. The norm of all updates is the square
+    root of the sum of ``scale^2 min(rows, cols)`` over all matrices, where ``adjust_lr_fn: original`` sets the scale.
 
     Returns:
-        Dict with ``gradient_clipping``; ``update_norm``, the norm before clipping; and ``divided_by``, the factor by
-        which updates shrink, 1 if they are not clipped.
+        {"gradient_clipping": the setting, "update_norm": norm before clipping, "divided_by": factor by which updates
+        shrink, or 1}
     """
     blocks = [block for half in halves for spec in half.specs for block in spec.blocks]
     norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
@@ -175,15 +166,13 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
 
 @without_collector()
 def prove(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
-    """Check the plan of a step: the collectives of all ranks match, and every element is sent to its owner and back.
+    """Check the plan of a step: the collectives of all ranks match, and each element is sent to its owner and back.
 
-    Args:
-        found: the plan to check.
-        config, memory: the arguments that :func:`estimate` was called with.
+    ``config``, ``memory``: the arguments that :func:`estimate` was called with.
 
     Returns:
-        Dict with ``operations``, the number of operations checked on all ranks; ``ranks``, the number of ranks;
-        ``fault``, a text about the first error in the plan, ``None`` if there is none; and ``seconds``, the duration.
+        {"operations": number of checked operations, "ranks": number of ranks, "fault": text about the first error or
+        ``None``, "seconds": duration of the check}
     """
     began, operations, fault = time.perf_counter(), 0, None
     for cost in found.costs:

@@ -56,19 +56,16 @@ class Half:
     normuon: bool = False
 
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
-        """Return a function (rows, cols) -> Newton-Schulz method for this shape, "standard" or "gram".
+        """Return a function (rows, cols) -> Newton-Schulz method, "standard" or "gram".
 
-        If the group's ``ns_method`` is ``auto``, it is the method with fewer floating-point operations.
+        If ``ns_method`` is ``auto``, the function returns the method with fewer floating-point operations.
         """
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def cost_model(
         self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1
     ) -> CostModel:
-        """Return the cost model with which owners of this group's matrices are chosen.
-
-        The arguments are those of the function :func:`cost_model`.
-        """
+        """Return the group's cost model, which is the result of :func:`cost_model` with these arguments."""
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:
@@ -78,8 +75,6 @@ class Half:
 
 def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
     """Return the Muon groups and the AdamW groups of an optimizer for all trainable parameters of ``model``.
-
-    The model may be on the meta device.
 
     Raises:
         MuonConfigError: a pattern of the config matches no parameter.
@@ -121,15 +116,13 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """The part of a parameter group that ZeRO updates at once: the whole group or, at stage 3, one sub-group.
+    """The parameters that ZeRO updates at once: a parameter group or, at stage 3, one sub-group of it.
 
     Args:
-        half: the parameter group.
-        shards: how the parameters of this part are split over the ranks.
-        tensors: number of tensors in which one rank stores them.
+        shards: where the ranks store each parameter.
+        tensors: number of tensors in which one rank stores its shards.
         numel: number of elements in these tensors, with padding.
-        world_size: number of ranks over which the parameters or, at stage 0, only the Newton-Schulz work is split; 1
-            if each rank orthogonalizes all matrices.
+        world_size: number of ranks that share the optimizer's work; 1 if each rank does all of it.
     """
 
     half: Half
@@ -168,7 +161,7 @@ def _whole(half: Half, layout: Layout) -> Iterator[StepPart]:
 
 
 def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
-    """Yield the single part of a group at ZeRO stages 1 and 2: one flat buffer, cut into equal partitions."""
+    """Yield the single part of a group at ZeRO stages 1 and 2, where ranks store partitions of one flat buffer."""
     world_size, order = layout.world_size, half.specs
     if layout.round_robin:
         order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
@@ -182,10 +175,7 @@ def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
 
 
 def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
-    """Yield the sub-groups of a group at ZeRO stage 3, where each parameter is split over all ranks.
-
-    A sub-group ends with the parameter with which it reaches ``layout.sub_group_size``.
-    """
+    """Yield one part for each sub-group of ZeRO stage 3. A sub-group ends when it reaches ``layout.sub_group_size``."""
     world_size, limit = layout.world_size, layout.sub_group_size
     shards: list[Shard] = []
     base = 0
@@ -204,23 +194,23 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What Muon's update of one :class:`StepPart` costs per step. A list has one number for each rank, if not stated.
+    """What Muon's update of one :class:`StepPart` costs per step. Lists have one number for each rank.
+
+    An owner is a rank that orthogonalizes a matrix. Owners work on one bucket of matrices after the other.
 
     Args:
         plan: the part's plan for all ranks.
         flops: floating-point operations of Newton-Schulz.
-        heaviest: floating-point operations of one owner for the most expensive matrix.
-        sent_bytes: bytes that a rank sends: momentum to the owners, and results back.
-        least_bytes: lower limit of the mean of ``sent_bytes``, if each matrix were owned by the rank that stores most
-            of its elements.
-        between_bytes: bytes that a rank sends to other owners of the same matrix.
+        heaviest: the most floating-point operations that an owner spends on one matrix.
+        sent_bytes: bytes that the rank sends, both momentum to owners and results back.
+        least_bytes: the mean of ``sent_bytes`` over ranks if each matrix were owned by the rank that stores most of it.
+        between_bytes: bytes that the rank sends to other owners of the same matrix.
         rounds: number of buckets that are sent.
-        collectives: number of collectives that send buckets: two all-to-alls for each bucket, or, if parameters are not
-            sharded, one broadcast for each owner in a bucket.
-        runs: number of matrices, or pieces of matrices, on the rank that stores most of them.
-        demands: ``demands[rank][bucket]``, the memory that the rank needs for the bucket.
-        storages: for each bucket the index of the memory that it uses; buckets take turns.
-        moment_bytes: bytes of NorMuon's second moments, which owners keep.
+        collectives: number of collectives that send buckets.
+        runs: number of pieces of matrices on the rank that stores most pieces.
+        demands: ``demands[rank][bucket]``, the sizes from which the rank's scratch memory is computed.
+        storages: for each bucket the index of the buffers that it uses; buckets take turns.
+        moment_bytes: bytes of NorMuon's second moments, which owners store.
     """
 
     part: StepPart
@@ -245,10 +235,10 @@ def step_cost(
     staged: bool = False,
     most_owners: int | None = None,
 ) -> StepCost:
-    """Plan Muon's update of one part for all ranks, and return its cost, in O(matrices + ranks) time.
+    """Plan Muon's update of one part of a step for all ranks, and return its cost.
 
     Args:
-        cost: the model by which owners are balanced.
+        cost: the model by which matrices are divided among owners.
         bucket_bytes, most_owners: settings of the config.
         staged: whether shards are in host memory while Newton-Schulz runs on an accelerator.
     """
@@ -283,10 +273,10 @@ def step_cost(
 
 
 class _Traffic(NamedTuple):
-    """How many elements the ranks send in a step.
+    """How many elements ranks send in a step: ``sent`` by each rank, to owners and back.
 
-    ``sent``: elements that each rank sends, to owners and back. ``least``: the sum of ``sent`` if each matrix were
-    owned by the rank that stores most of it. ``runs``: number of pieces of matrices on the rank that has most pieces.
+    ``least``: the sum of ``sent`` if each matrix were owned by the rank that stores most of it. ``runs``: number of
+    pieces of matrices on the rank that has most pieces.
     """
 
     sent: list[int]
@@ -295,7 +285,7 @@ class _Traffic(NamedTuple):
 
 
 def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
-    """Return the traffic if each of ``copies`` ranks stores complete matrices: owners send results to all others."""
+    """Return the traffic if each of ``copies`` ranks stores all matrices, so that owners send results to all others."""
     sent = [0] * copies
     for owner, item in owned:
         sent[owner] += item.block.numel * (copies - 1)
@@ -303,10 +293,7 @@ def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
 
 
 def _gather_traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
-    """Return the traffic if matrices are sharded: ranks send their pieces to the owners, and owners send results back.
-
-    ``owned``: pairs (owner, matrix).
-    """
+    """Return the traffic if matrices are sharded, so that ranks send their pieces to owners and get results back."""
     sent, runs, least = [0] * world_size, [0] * world_size, 0
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in owned:

@@ -47,8 +47,8 @@ class ShapeRate:
     """The measured speed of Newton-Schulz on matrices of one shape.
 
     ``count``: number of matrices of this shape in the model. ``method``, ``dtype``: what training on this machine would
-    choose for them. ``run_as``: (batch, rows, columns) of the call that was timed. Rows and columns are smaller than
-    those of the shape, by a power of two, if the shape would take too long.
+    choose for them. ``run_as``: (batch, rows, columns) of the timed call. If the shape would take too long, a smaller
+    one is timed: rows and columns divided by the same power of two.
     """
 
     rows: int
@@ -72,16 +72,14 @@ def measure(
 ) -> tuple[Machine, list[ShapeRate]]:
     """Time Muon's computation for a model on this machine. Return (speed of this process, speed for each shape).
 
-    The dtype, methods and kernels are those that training would choose here.
-
-    ``Machine.tflops`` is the rate for all matrices of the model, one after the other: the operations that
-    :func:`deepspeed.muon.forecast.estimate.estimate` counts, divided by the measured seconds.
+    ``Machine.tflops`` is the average over all matrices of the model. It uses the number of operations that
+    :func:`deepspeed.muon.forecast.estimate.estimate` counts.
 
     Args:
         halves: the optimizer's parameter groups, with at least one Muon group.
         candidates: dtypes, methods and kernels among which training would choose, and the device of Newton-Schulz.
         wire: dtype in which ranks send matrices to each other.
-        shard_device: where momentum and parameters are; the CPU with ZeRO-Offload.
+        shard_device: device of momentum and parameters; the CPU with ZeRO-Offload.
         kernels: the kernels for everything except the matrix products of Newton-Schulz.
         world_size: number of ranks that share the matrices; the more ranks, the fewer matrices in a batch.
         seconds: time limit for all shapes together.
@@ -121,12 +119,9 @@ class _ShapeTimer:
     work: Workspace = field(default_factory=Workspace)
 
     def rates(self, shapes: Mapping[Shape, int], world_size: int, seconds: float) -> list[ShapeRate]:
-        """Time each shape, and return the results, starting with the shape that has the fewest operations.
+        """Time each shape, within ``seconds`` for all together. Return the results, fewest operations first.
 
-        Args:
-            shapes: {(rows, columns, method): number of such matrices in the model}.
-            world_size: number of ranks that share the matrices.
-            seconds: time limit for all shapes together.
+        ``shapes``: {(rows, columns, method): number of such matrices in the model}.
         """
         end, rates = time.perf_counter() + seconds, []
         nbytes = CPU_BUCKET_BYTES if self.candidates.device.type == "cpu" else BUCKET_BYTES
@@ -150,11 +145,7 @@ class _ShapeTimer:
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
-        """Return ((rows, columns), count): the largest size to time in place of ``shape``, and the size of the batch.
-
-        Timing such a batch is predicted to take at most ``seconds``. Starting with a small matrix, the size is doubled
-        until the next size would take too long or ``shape`` is reached.
-        """
+        """Return ((rows, columns), batch size) to time in place of ``shape`` so that it takes at most ``seconds``."""
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
         size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
@@ -166,9 +157,9 @@ class _ShapeTimer:
         return size, int(seconds / CALLS / (pace * self.flops(*size, method)))
 
     def _pace(self, shape: Shape, run_as: tuple[int, int, int], calls: int) -> float:
-        """Return the seconds per floating-point operation of Newton-Schulz: the median of ``calls`` calls on a batch.
+        """Return the seconds per floating-point operation of Newton-Schulz on a batch, the median of ``calls`` calls.
 
-        ``run_as``: (batch, rows, columns) of the timed batch. Method and kernels are those for ``shape``.
+        ``run_as``: (batch, rows, columns). Method and kernels are those that ``shape`` gets.
         """
         (rows, cols, method), (batch, run_rows, run_cols) = shape, run_as
         x = torch.randn(run_as, dtype=torch.float32, device=self.candidates.device).to(self.wire)
@@ -178,7 +169,6 @@ class _ShapeTimer:
         return _median(run, x.device, calls) / (batch * self.flops(run_rows, run_cols, method))
 
     def flops(self, rows: int, cols: int, method: str) -> int:
-        """Return the floating-point operations of Newton-Schulz on one matrix."""
         return flops(rows, cols, self.candidates.schedule, method, self.choice.dtype)
 
 
