@@ -246,7 +246,7 @@ class MuonConfig(BaseModel):
 
     @property
     def reference_lr(self) -> float:
-        """Return the learning rate that a scheduler sees: ``lr`` or, if that is not set or 0, Muon's or AdamW's rate."""
+        """Return the learning rate that a scheduler sees: ``lr`` or, if that is not set or 0, Muon's or AdamW's."""
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 

@@ -255,7 +255,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "AdamV"}}, 'expected "AdamW" or "Adam"; did you mean adam'),
     ({"optimizer": "AdamW"}, "optimizer.type: got None, expected"),
     ({"optimizer": {"type": "Adam", "params": [1]}}, "optimizer.params: expected an object, got [1]"),
-    ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad: got True, which the"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}},
+        "params.amsgrad: got True, which deepspeed-muon's AdamW",
+    ),
     ({"optimizer": {"type": "Adam", "params": {"betaas": [0, 0]}}}, "unknown key, did you mean betas?"),
     ({"optimizer": ADAMW, "zero_optimization": RATIO}, "offload_optimizer.ratio: below 1.0 another optimizer"),
 ]
