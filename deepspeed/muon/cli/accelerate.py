@@ -30,7 +30,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration of Hugging Face accelerate to a ds_config, which has no section ``optimizer``.
+    """Convert a configuration of Hugging Face accelerate to a ds_config without a section ``optimizer``.
 
     ``section``: the parsed configuration. ``path``: the file it was read from, for error messages.
 

@@ -55,8 +55,8 @@ class Decision(NamedTuple):
 def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon.
 
-    The file may also be accelerate's own configuration. A ds_config without an optimizer is converted as if it had
-    AdamW with default settings, or with learning rate and weight decay ``"auto"`` if it contains another ``"auto"``.
+    The file may also be accelerate's own configuration. A ds_config without a section ``optimizer`` is treated as if it
+    had AdamW's default settings. Its learning rate and weight decay become ``"auto"`` if it contains an ``"auto"``.
 
     ``out``: name of the file in which the user will save the new ds_config.
 
@@ -222,7 +222,7 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, written: Any) -> Any:
-    """Return ``value`` with each number replaced by the marked string that ``written``, the parsed file, has for it."""
+    """Replace numbers in ``value`` (JSON) by the strings with :data:`_MARK` that ``written`` has in their places."""
     if isinstance(value, Mapping) and isinstance(written, Mapping):
         return {key: _spelt(item, written.get(key)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(written, list):

@@ -143,7 +143,7 @@ def _margin(samples: Sequence[int]) -> float:
 
 
 def _thousands(value: float, _: Any = None) -> str:
-    """Format the number at a tick for matplotlib: ``1.2k`` for 1200."""
+    """Format ``value`` as the label of a tick, for matplotlib: ``1.2k`` for 1200."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.4g}{name}"
@@ -171,7 +171,7 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def _loss(axes: Any, records: Records) -> None:
-    """Draw the training loss: every value and, if there are at least 40, a running mean."""
+    """Draw the training loss: every value and, if there are at least 40 values, a running mean."""
     loss = records.values["loss"]
     window = len(loss) // 20
     _line(axes, loss, color=MUON, alpha=0.35 if window > 1 else 1.0, linewidth=1)
@@ -290,7 +290,7 @@ def _ranks(axes: Any, records: Records) -> None:
 
 
 def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str) -> None:
-    """Draw a dot for each value, and write the matrix's name at the worst value (``worst``: ``min`` or ``max``)."""
+    """Draw a dot for each value, and write the matrix's name at the worst one (the ``min`` or ``max`` of all)."""
     _by_layer(axes, rows, linestyle="", marker="o", markersize=4)
     value, at, name = worst((value, at, name) for name, values in rows.items() for at, value in values.items())
     align, shift = ("right", -6) if at > sum(axes.get_xlim()) / 2 else ("left", 6)

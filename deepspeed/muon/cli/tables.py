@@ -29,7 +29,7 @@ def rows_of(
     Returns:
         Dicts with ``name``, ``shape``, ``rule`` ("Muon" or "AdamW"), and ``reason`` for the rule; ``count``, the number
         of parameters in the row; ``blocks``, the number of matrices in one parameter; ``scales`` and ``methods`` of
-        these matrices; ``cost``, the share of the model's Newton-Schulz operations; ``owners``, the ranks that
+        these matrices; ``cost``, the share (0 to 1) of the model's Newton-Schulz operations; ``owners``, the ranks that
         orthogonalize the matrices (empty for AdamW); ``owners_of_one``, the largest number of owners of one matrix; and
         ``on_each``, whether each rank orthogonalizes all matrices itself.
     """

@@ -92,7 +92,10 @@ _SUPERSEDED = REPLACES | {
 
 
 def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``params`` with the preset's values for keys that ``params`` does not set. A null counts as set."""
+    """Return ``params`` with the preset's values for other keys. Keys that ``params`` overrides are not added.
+
+    For example, ``lr`` in ``params`` overrides the preset's ``muon_lr``.
+    """
     name = params.get("preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
@@ -103,7 +106,7 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
-    """Add a hint to a MuonConfigError from the ``with`` block: the keys in its message that the preset has set.
+    """Add to a MuonConfigError from the ``with`` block which keys in its message the preset has set, not the user.
 
     ``params``: the user's ``optimizer.params``.
     """

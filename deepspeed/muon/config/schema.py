@@ -156,7 +156,10 @@ class MuonConfig(BaseModel):
         if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
             raise ValueError("ns_dtype: the range of fp16 is too small for ns_normalization aol; use bf16 or fp32")
         if self.normuon and self.muon_plus != "none":
-            raise ValueError("muon_plus: has no effect with normuon, which replaces the norms; remove one of the two")
+            raise ValueError(
+                "muon_plus: has no effect with normuon, which replaces the norms that muon_plus sets; "
+                "remove one of the two"
+            )
         return self
 
     @property
@@ -236,7 +239,7 @@ class MuonConfig(BaseModel):
 
     @property
     def stock_tuning(self) -> list[str]:
-        """Return the keys that the user, not the preset, has set and that mean tuning for stock DeepSpeed's Muon."""
+        """Return the keys, such as ``momentum``, that the user has probably tuned for stock DeepSpeed's Muon."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.of_preset]
 
     @property
@@ -246,7 +249,7 @@ class MuonConfig(BaseModel):
 
     @property
     def reference_lr(self) -> float:
-        """Return the learning rate that a scheduler sees: ``lr`` or, if that is not set or 0, Muon's or AdamW's."""
+        """Return the learning rate that a scheduler sees: the first of ``lr``, Muon's and AdamW's that is not 0."""
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 

@@ -39,8 +39,8 @@ class Machine:
 class Estimate:
     """The plan of one optimizer step for all ranks, and its costs.
 
-    ``parts``: all parts of the step, in the order in which ZeRO updates them. ``costs``: one for each part that Muon
-    updates. ``peak``: scratch memory of the rank that needs most. ``planning_seconds``: how long planning took.
+    ``parts``: what ZeRO updates, in this order. ``costs``: one for each part that Muon updates. ``peak``: scratch
+    memory of the rank that needs most. ``planning_seconds``: how long planning took.
     """
 
     halves: Sequence[Half]
@@ -106,7 +106,7 @@ def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
 
 
 def per_rank(found: Estimate) -> dict[str, Any]:
-    """Return the object ``per_rank`` of ``ds_muon plan --json``: bytes and operations per step, mean and maximum."""
+    """Return the object ``per_rank`` of ``ds_muon plan --json``: the mean and maximum over ranks of a step's costs."""
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
     state = [shards + moments for moments in _sums_per_rank([cost.moment_bytes for cost in costs], world_size)]
@@ -156,7 +156,7 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
 
     Returns:
         {"gradient_clipping": the setting, "update_norm": norm before clipping, "divided_by": factor by which updates
-        shrink, or 1}
+        shrink (1: not clipped)}
     """
     blocks = [block for half in halves for spec in half.specs for block in spec.blocks]
     norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
@@ -166,7 +166,7 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
 
 @without_collector()
 def prove(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
-    """Check the plan of a step: the collectives of all ranks match, and each element is sent to its owner and back.
+    """Check a plan: the collectives of all ranks match, and each element reaches the rank that orthogonalizes it.
 
     ``config``, ``memory``: the arguments that :func:`estimate` was called with.
 

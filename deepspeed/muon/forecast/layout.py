@@ -65,7 +65,7 @@ class Half:
     def cost_model(
         self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1
     ) -> CostModel:
-        """Return the group's cost model, which is the result of :func:`cost_model` with these arguments."""
+        """Return the model by which the planner divides the group's matrices among ranks, from :func:`cost_model`."""
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:

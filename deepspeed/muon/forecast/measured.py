@@ -72,8 +72,8 @@ def measure(
 ) -> tuple[Machine, list[ShapeRate]]:
     """Time Muon's computation for a model on this machine. Return (speed of this process, speed for each shape).
 
-    ``Machine.tflops`` is the average over all matrices of the model. It uses the number of operations that
-    :func:`deepspeed.muon.forecast.estimate.estimate` counts.
+    ``Machine.tflops`` is an average over all matrices of the model. Operations are counted as in
+    :func:`deepspeed.muon.forecast.estimate.estimate`.
 
     Args:
         halves: the optimizer's parameter groups, with at least one Muon group.
@@ -145,7 +145,7 @@ class _ShapeTimer:
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
-        """Return ((rows, columns), batch size) to time in place of ``shape`` so that it takes at most ``seconds``."""
+        """Return ((rows, columns), batch size) to time in place of ``shape``, which takes at most ``seconds``."""
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
         size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]
