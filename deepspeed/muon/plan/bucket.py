@@ -101,7 +101,7 @@ class ShardRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape that this rank orthogonalizes together; its slices of them if they have several owners.
+    """Matrices of one shape that this rank orthogonalizes together, or its slices of matrices with several owners.
 
     Args:
         start: index of the batch's first element in the bucket's matrices; its matrices follow each other.
@@ -326,7 +326,7 @@ def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
 
 
 def sends_own_part(item: PlacedBlock, rank: int) -> bool:
-    """Return whether ``rank`` also sends its own part of a matrix to itself, to save the larger receive buffer.
+    """Return whether ``rank`` also sends its own part of a matrix to itself, so that it needs no receive buffer.
 
     ``item``: the matrix. It must be the only one that ``rank`` owns in the bucket.
     """

@@ -288,9 +288,10 @@ def cut_into_rounds(owned: OwnedBlocks, world_size: int, limit: int) -> list[Own
 
 
 def split_round(owned: OwnedBlocks, limit: int) -> Iterator[OwnedBlocks]:
-    """Split the (owner, matrix or slice) pairs of a round, sorted by owner, into parts of at most ``limit`` elements.
+    """Split a round into parts of at most ``limit`` elements, one for each bucket of results (ZeRO stage 0).
 
-    The matrices of one owner stay together, in a part of their own if they have more than ``limit`` elements.
+    ``owned``: the round's (owner, matrix or slice) pairs, sorted by owner. The matrices of one owner stay together, in
+    a part of their own if they have more than ``limit`` elements.
     """
     part: OwnedBlocks = []
     filled = 0
