@@ -36,11 +36,11 @@ def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
 
 
 def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, Any]:
-    """Return the facts about an engine that a save records, so that a load can tell whether the checkpoint fits.
+    """Return facts about an engine as JSON values. A save records them, and a load compares them with its own engine's.
 
-    All values can be written as JSON. All ranks with the same :func:`model_share` get equal ones. The keys include:
-    ``shapes``: {name: shape} of the tensors in the model's state dict; ``exclude_frozen`` omits frozen parameters.
-    ``groups``: the optimizer's parameter groups, reduced to the keys that a load compares.
+    Ranks that hold the same part of the model (see :func:`model_share`) get the same result. Some of its keys:
+    ``shapes``: {name: shape} of parameters and persistent buffers, without frozen parameters if ``exclude_frozen``.
+    ``groups``: for each parameter group, the settings that a load compares.
     ``layout``: a hash of the positions of all parameters in the flat tensors of all ranks.
     ``params``: at stage 0 only, a list of parameter names for each group.
     """
@@ -62,10 +62,7 @@ def engine_fingerprint(engine: Any, exclude_frozen: bool = False) -> dict[str, A
 
 
 def model_share(engine: Any) -> tuple[int, int]:
-    """Return (index of this rank's share of the model, number of shares).
-
-    A share is what one tensor-parallel rank holds of one pipeline stage; (0, 1) without these two.
-    """
+    """Return (i, n): this rank holds part i of the model's n parts (pipeline stages x tensor-parallel ranks)."""
     rank, size = tp_rank(engine)
     return engine.basic_optimizer.stage * size + rank, stages_of(engine.module) * size
 
@@ -96,19 +93,21 @@ def _layout(partitions: list[Partition]) -> str:
 
 
 def muon_facts_of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
-    """Return {parameter name: hash of its blocks} (see :func:`muon_facts`) of all pipeline stages; a collective."""
+    """Return the :func:`muon_facts` of all pipeline stages together; a collective."""
     return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
 
 
 def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
-    """Return the facts of an :func:`engine_fingerprint` that can be read from DeepSpeed's own checkpoint files.
+    """Return the facts of :func:`engine_fingerprint` that DeepSpeed's own files contain, for lack of a manifest.
 
-    Call it for a checkpoint without a manifest. It opens the files that this rank would load, but reads no tensor.
-    ``order`` is an additional key, for :func:`_order_difference`.
-    ``arguments``: name -> value of the arguments of ``load_checkpoint``.
+    This opens the files that the rank would load, but reads no tensor. There is one more key, ``order``: names and shapes
+    of the parameters in their order, at stage 0 only their sizes.
+
+    Args:
+        arguments: {name of an argument of ``load_checkpoint``: value}.
 
     Raises:
-        CheckpointError: a file is missing or unreadable, or the engine has stage 0 and another stage saved the states.
+        CheckpointError: a file is missing or unreadable, or the engine has stage 0 and the checkpoint stage 1 to 3.
     """
     folder = arguments["load_dir"]
     model = _opened(read_model, engine._get_ckpt_name(folder, tag))
@@ -129,18 +128,12 @@ def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) 
 
 
 def _order(param_shapes: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return one [name, shape] for each parameter, group after group, in the order in which DeepSpeed flattened them.
-
-    ``param_shapes``: {name: shape} for each group, as DeepSpeed saves it.
-    """
+    """Return [[name, shape] for each parameter], in flattened order, from [{name: shape} for each group]."""
     return [[name, list(shape)] for group in param_shapes for name, shape in group.items()]
 
 
 def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
-    """Return the number of elements of each parameter in saved stage-0 optimizer states, in their order.
-
-    It is ``None`` for a parameter without a saved state.
-    """
+    """Return [number of elements of each parameter] from saved stage-0 optimizer states; ``None`` without a state."""
     inner = states.get("optimizer_state_dict", states)
     indices = [index for group in inner["param_groups"] for index in group["params"]]
     found = [inner["state"].get(index, {}) for index in indices]
@@ -148,10 +141,7 @@ def _sizes_of(states: Mapping[str, Any]) -> list[int | None]:
 
 
 def _order_difference(engine: Any, saved: Sequence[Any]) -> str | None:
-    """Return an error message if the optimizer's parameters were saved in another order; ``None`` if in the same.
-
-    ``saved``: the value of ``order`` in the :func:`checkpoint_fingerprint`.
-    """
+    """Return an error message if the parameters' order differs from ``saved``, the key ``order`` of a fingerprint."""
     if engine.zero_optimization():
         current: list[Any] = _order(engine._get_zero_param_shapes())
     else:  # states have no names at stage 0, so parameters of equal size may be swapped unnoticed
@@ -181,11 +171,11 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
 
 
 def difference(engine: Any, saved: dict[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return an error message that says why a checkpoint does not fit the engine and what to do; ``None`` if it fits.
+    """Return an error message: why a checkpoint does not fit the engine, and what to do. Return ``None`` if it fits.
 
     Args:
-        saved: the :func:`engine_fingerprint` of the save, or a :func:`checkpoint_fingerprint`, which lacks some facts.
-        arguments: name -> value of the arguments of ``load_checkpoint``; ``tag`` must not be ``None``.
+        saved: facts from :func:`engine_fingerprint`, recorded by the save, or from :func:`checkpoint_fingerprint`.
+        arguments: {name of an argument of ``load_checkpoint``: value}; ``tag`` must not be ``None``.
     """
     current, folder = engine_fingerprint(engine), Path(arguments["load_dir"], arguments["tag"])
     known = {**current, **saved}
@@ -247,10 +237,7 @@ def _shape_difference(saved: dict[str, Any], current: dict[str, list[int]], is_s
 
 
 def warn_of_rates(engine: Any, before: Sequence[float]) -> None:
-    """Warn after a load that has changed learning rates, if no schedule will set them again.
-
-    ``before``: the learning rate of each parameter group before the load.
-    """
+    """Warn if a load has changed the learning rates ``before`` (one for each group) and no schedule will set them."""
     groups = engine.basic_optimizer.param_groups
     changes = [
         f"{group.get('name', index)} {group['lr']:g} instead of {rate:g}"

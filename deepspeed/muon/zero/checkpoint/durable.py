@@ -36,7 +36,7 @@ def _warn_once(call: str, consequence: str) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Flush an open file or folder to disk (fsync); warn once if the file system does not support it."""
+    """Flush an open file or folder to disk (fsync); warn once if the file system does not support that."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -46,7 +46,7 @@ def sync(descriptor: int) -> None:
 
 
 def move(temporary: Path, file: Path) -> None:
-    """Replace ``file`` by ``temporary``: atomically, or by a copy if the file system cannot rename."""
+    """Rename ``temporary`` to ``file`` atomically; if the file system cannot rename, copy it and warn once."""
     try:
         temporary.replace(file)
     except OSError as error:
@@ -60,11 +60,8 @@ def move(temporary: Path, file: Path) -> None:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write ``text`` to a small file so that after a crash it contains either the old or the new text.
-
-    If ``file`` is a symbolic link, its target is replaced.
-    """
-    file = file.resolve()
+    """Replace the contents of a small file by ``text``. A crash leaves either the old or the new contents."""
+    file = file.resolve()  # the target of a symbolic link
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}{TEMPORARY}")
     try:
         with temporary.open("w") as target:
@@ -106,9 +103,9 @@ def lock(folder: Path) -> int | None:
 
 
 def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) -> Tensor:
-    """Return a 1-D fp32 CPU tensor of ``numel`` zeros that lies in a temporary file in ``folder``, not in memory.
+    """Return a 1-D fp32 CPU tensor of ``numel`` zeros, mapped from a temporary file in ``folder`` to save memory.
 
-    Return ``in_memory(numel)`` instead if the folder has no room or its file system cannot map files.
+    If there is no room for the file, or the file system cannot map it, return ``in_memory(numel)`` instead.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -119,13 +116,13 @@ def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) 
 
 
 class SyncedFile:
-    """A new file whose data the operating system writes to disk while the caller still appends more."""
+    """A new file that the operating system writes to disk already while the caller appends data."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._waiting = path.open("wb"), 0
 
     def write(self, data: Any) -> None:
-        """Append ``data``, bytes or another object with the buffer protocol, to the file."""
+        """Append ``data`` (bytes, or another object with the buffer protocol) to the file."""
         self._file.write(data)
         self._waiting += len(data)
         if self._waiting >= SYNC_BYTES:

@@ -42,20 +42,16 @@ SEAMS = (
 
 
 def is_torchs(checkpoint_engine: Any) -> bool:
-    """Return whether ``checkpoint_engine`` is DeepSpeed's engine that writes each file with ``torch.save`` at once.
-
-    Only its files can be verified: other engines finish files after ``save_checkpoint``, or write them in slices.
-    """
+    """Return whether DeepSpeed's checkpoint engine is the default one, which finishes files in ``save_checkpoint``."""
     return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
 
 
 class SafeFiles(CheckpointEngine):
-    """A DeepSpeed checkpoint engine that writes temporary files, and renames them once all ranks' files are on disk.
+    """A checkpoint engine for DeepSpeed. It writes temporary files, and renames them once all ranks' files are on disk.
 
     Args:
-        engine: the DeepSpeed engine, whose own checkpoint engine serializes the contents.
-        exclude_frozen: whether the save leaves out frozen parameters.
-        names_latest: whether ``commit`` writes ``latest``. DeepSpeed writes it on rank 0 only, and not atomically.
+        exclude_frozen: whether a save leaves out frozen parameters.
+        names_latest: whether ``commit`` writes the tag into the file ``latest``.
     """
 
     def __init__(self, engine: Any, exclude_frozen: bool = False, names_latest: bool = False) -> None:
@@ -82,7 +78,7 @@ class SafeFiles(CheckpointEngine):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Make the DeepSpeed engine save and load through this checkpoint engine, in this context."""
+        """Make the DeepSpeed engine save and load through this checkpoint engine in this context."""
         self.engine.checkpoint_engine = self
         try:
             yield
@@ -93,8 +89,8 @@ class SafeFiles(CheckpointEngine):
         """Call ``save``, a function that calls DeepSpeed's ``save_checkpoint``, and return its result.
 
         Raises:
-            CheckpointError: on all ranks, if one could not save. The files of this save are removed, unless only
-                writing ``latest`` failed.
+            CheckpointError: on all ranks, if one could not save. The files of this save are then removed, unless only
+                ``latest`` could not be written.
         """
         # DeepSpeed would copy NVMe swap files, bypassing its checkpoint engine; our files already have their contents.
         on_engine = {"zero_nvme_offload_optimizer": lambda original: False}
@@ -143,7 +139,7 @@ class SafeFiles(CheckpointEngine):
         return raise_on_all_ranks(act, failure)
 
     def leave_to_deepspeed(self, folder: Path) -> None:
-        """Remove the manifest header of an older save from ``folder``, before another checkpoint engine writes to it.
+        """Remove the header of an older save, and warn, before another checkpoint engine saves to ``folder``.
 
         A collective.
         """
@@ -158,15 +154,14 @@ class SafeFiles(CheckpointEngine):
     # ---- what DeepSpeed calls, in this order --------------------------------------------------------------
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-        """Make a folder. An error is not raised here, but by ``create`` or ``commit`` on all ranks."""
+        """Make a folder. If that fails, ``create`` or ``commit`` raises the error on all ranks."""
         self._attempt(self.contents.makedirs, path, exist_ok=exist_ok)
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begin a save: choose its id, which all ranks share, and lock its folder; a collective.
+        """Begin a save: choose an id that all ranks share, and lock the tag's folder; a collective.
 
-        A new folder gets the header (``muon_save.json``) at once, so that a killed save counts as incomplete. In a
-        folder with an older checkpoint, ``commit`` replaces the header, so that a failed save leaves that checkpoint
-        valid.
+        A new folder gets the header (``muon_save.json``) now. If the folder has an older checkpoint, ``commit`` writes
+        the header later, so that a failed save leaves the older checkpoint valid.
         """
         self.save_dir, self.tag = Path(info.save_dir), info.tag
         self.folder = self.save_dir / self.tag
@@ -193,9 +188,9 @@ class SafeFiles(CheckpointEngine):
         self._on_all_ranks(prepare)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write ``state_dict`` to a temporary file of this rank, which ``commit`` renames to ``path``.
+        """Write ``state_dict`` to a temporary file, which ``commit`` will rename to ``path``.
 
-        After an error, discard all data of the save without raising; ``commit`` raises the error on all ranks.
+        If that fails, ``commit`` raises the error, on all ranks.
         """
         if self.error is not None:
             return
@@ -220,7 +215,7 @@ class SafeFiles(CheckpointEngine):
             self.error.filename = path
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
-        """Give the files of all ranks their final names, write manifests and ``latest``, return True; a collective."""
+        """Rename the temporary files of all ranks, write manifests and ``latest``, and return True; a collective."""
         self._on_all_ranks(self._wait_for_disk)
         # Several ranks may write one file (experts under tensor parallelism): the lowest rank's version counts.
         mine = [file.relative_to(self.folder).as_posix() for file in self.files]
@@ -249,11 +244,9 @@ class SafeFiles(CheckpointEngine):
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the contents of a file. Only the tensors of ZeRO's optimizer files are memory-mapped.
-
-        A mapped tensor changes if a later save overwrites the file; the user may keep tensors of the other files.
-        """
+        """Return the contents of a checkpoint file. The tensors of ZeRO's optimizer state files are memory-mapped."""
         # Mapping saves time and memory. A load copies states into existing tensors, so nothing keeps the file in use.
+        # The user may keep tensors of other files. If those were mapped, a later save to the file would change them.
         is_state = "zero_pp_rank_" in path and path.endswith("optim_states.pt")
         return read_model(Path(path)) if is_state else self.contents.load(path, map_location)
 
@@ -263,7 +256,7 @@ class SafeFiles(CheckpointEngine):
         return [file for pattern in STATES for file in self.folder.glob(pattern)]
 
     def _structures(self) -> list[dict[str, Any]]:
-        """Return the :func:`engine_fingerprint` of each :func:`model_share`, in the shares' order; a collective."""
+        """Return the :func:`engine_fingerprint` of each part of the model (see :func:`model_share`); a collective."""
         from deepspeed import comm  # type: ignore[attr-defined]
 
         mine = self._on_all_ranks(lambda: compatibility.engine_fingerprint(self.engine, self.exclude_frozen))
@@ -275,7 +268,7 @@ class SafeFiles(CheckpointEngine):
         return [structure for _, structure in sorted(filter(None, found))]
 
     def _wait_for_disk(self) -> None:
-        """Wait until all files that this rank wrote are on disk; raise the first error that occurred in this save."""
+        """Wait until all files of this rank are on disk; raise the first error of this save."""
         for path, done in self._syncs.items():
             try:
                 done.result()
@@ -296,10 +289,7 @@ class SafeFiles(CheckpointEngine):
         manifest.finish(self.folder, self.engine.global_rank, self.facts["save_id"], self.placed)
 
     def _remove_older(self, files: set[Path]) -> None:
-        """Remove files that earlier saves left in this tag's folder, because converters would read them.
-
-        ``files``: the files of this save, which stay.
-        """
+        """Remove the files of earlier saves from the tag's folder, except ``files``: converters would read them."""
         listed = {self.folder / manifest.manifest_name(rank) for rank in self.facts["ranks"]}
         others = {*self._states(), *self.folder.glob(manifest.MANIFESTS)} - files - listed
         for file in (*others, *self.folder.glob(f"*{durable.TEMPORARY}")):
@@ -328,7 +318,7 @@ class SafeFiles(CheckpointEngine):
                 self._repoint_latest()
 
     def _repoint_latest(self) -> None:
-        """Write the newest complete tag to ``latest`` if it names this failed save; remove it if there is none."""
+        """Replace this failed save's tag in ``latest`` by the newest complete tag; without one, remove ``latest``."""
         latest = self.save_dir / "latest"
         if not latest.is_file() or latest.read_text().strip() != self.tag:
             return

@@ -38,15 +38,10 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 def convert(source: Path, target: Path) -> dict[str, Any]:
-    """Convert a checkpoint of stock DeepSpeed's Muon to a universal one.
+    """Convert ``source``, one tag's folder saved by stock DeepSpeed's Muon, to the universal checkpoint ``target``.
 
-    Args:
-        source: the saved folder of one tag.
-        target: the folder of the universal checkpoint, which must not exist.
-
-    Returns:
-        A summary with the keys ``from``, ``to``, ``stage`` (of ZeRO), ``matrices`` and ``adamw`` (numbers of parameters
-        that Muon and AdamW update), and ``loss_scale`` (by which the momentum was divided).
+    Return a dict: "from" and "to" (the paths), "stage" (of ZeRO), "matrices" and "adamw" (how many parameters Muon and
+    AdamW update) and "loss_scale" (by which the momentum was divided).
 
     Raises:
         ImportStateError: ``target`` exists, stock's Muon did not save ``source``, or states are missing. Nothing is
@@ -78,7 +73,7 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
 
 
 class Saved:
-    """The contents of a checkpoint of stock's Muon: groups, and each parameter's shape, weight and states."""
+    """A checkpoint of stock's Muon: parameter groups, and the shape, weight and optimizer states of each parameter."""
 
     def __init__(self, folder: Path, name: str, stage: int) -> None:
         self.model_file, self.stage = folder / name, stage
@@ -107,15 +102,15 @@ class Saved:
         self.groups = groups
 
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Set ``self.steps`` to the first ``step`` in the states ``entries``, or to the engine's if there is none."""
+        """Set ``self.steps`` to the first step count in ``entries``, the saved states, or to the engine's count."""
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
 
     def add(self, name: str, use_muon: bool, weight: Tensor, entry: Mapping[str, Tensor], part: Any = ...) -> None:
-        """Append one rank's part of a parameter's weight and states; call it for the ranks in order.
+        """Append one rank's values of the parameter ``name`` to those of the ranks before it.
 
-        ``weight``, ``entry``: the rank's flat weights, and {key: flat state}. ``part``: the slice of them that belongs
-        to the parameter ``name``.
+        ``weight``: the rank's flat weights. ``entry``: {state key: flat state}. ``part``: the slice of these tensors that
+        belongs to the parameter.
         """
         if use_muon:
             self.matrices.add(name)
@@ -125,7 +120,7 @@ class Saved:
                 self.parts[name][key].append(entry[key][part])
 
     def whole(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, {key: value}) for each parameter: its weight (fp32) and states in its shape, and ``step``.
+        """Yield (parameter name, {"fp32": weight, "step": number, state key: state}), tensors in the parameter's shape.
 
         Raises:
             ImportStateError: the optimizer state of a parameter is missing.
@@ -146,7 +141,7 @@ class Saved:
 
 
 def read(folder: Path) -> Saved:
-    """Read the checkpoint in ``folder``, the folder of one tag; its tensors are memory-mapped.
+    """Read the checkpoint in ``folder``, the folder of one tag, through memory maps.
 
     Raises:
         ImportStateError: stock DeepSpeed's Muon did not save it.
@@ -178,10 +173,10 @@ def read(folder: Path) -> Saved:
 
 
 def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], rank: int, is_share: bool) -> None:
-    """Add what one rank saved at stage 1 or 2 to ``saved``: its partition of each parameter group.
+    """Add one rank's partition of each parameter group to ``saved``, at stage 1 or 2.
 
-    ``state``: the rank's ZeRO state. ``states``: {group index: optimizer state}. ``is_share``: whether the momentum
-    covers the rank's partition; otherwise it covers whole matrices.
+    ``state``: the rank's ZeRO state. ``states``: {group index: optimizer state}. ``is_share``: whether the momentum is
+    partitioned like the weights; otherwise the rank has the momentum of whole matrices.
     """
     for index, (group, shapes) in enumerate(zip(saved.groups, saved.model["param_shapes"], strict=True)):
         use_muon, entry, span = group["use_muon"], states.get(index, {}), saved.spans[index]
@@ -202,9 +197,9 @@ def _add_stage12(saved: Saved, state: Mapping[str, Any], states: Mapping[int, An
 
 
 def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any], count: int) -> None:
-    """Add what one rank saved at stage 3 to ``saved``: its part of each parameter.
+    """Add one rank's part of each parameter to ``saved``, at stage 3 on ``count`` ranks.
 
-    ``state``: the rank's ZeRO state. ``states``: {sub-group index: optimizer state}. ``count``: number of ranks.
+    ``state``: the rank's ZeRO state. ``states``: {sub-group index: optimizer state}.
     """
     muon = {i for group in saved.groups if group["use_muon"] for i in group["params"]}
     for index, shapes in enumerate(saved.model["param_shapes"]):
@@ -216,11 +211,7 @@ def _add_stage3(saved: Saved, state: Mapping[str, Any], states: Mapping[int, Any
 
 
 def _read_stage0(folder: Path) -> Saved:
-    """Read a stage-0 checkpoint. Its states have no names, and are assigned by the order in which stock stores them.
-
-    Raises:
-        ImportStateError: stock's Muon did not save it, or the shapes of the states do not fit this order.
-    """
+    """Read a stage-0 checkpoint, whose states have no names: assign them in the order in which stock stores them."""
     saved = Saved(folder, MODEL_FILE, 0)
     outer = saved.model["optimizer"] or {}
     base = outer.get("optimizer_state_dict", outer)

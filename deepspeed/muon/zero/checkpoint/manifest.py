@@ -37,31 +37,23 @@ def manifest_name(rank: int) -> str:
 
 
 def begin(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the header of a new save to ``folder``. An older checkpoint there counts as incomplete from now on.
+    """Write the header of a new save to ``folder``. Older manifests in the folder become invalid.
 
-    Args:
-        facts: the header's contents: ``save_id``, ``world_size``, ``ranks`` (the ranks that write to this folder;
-            default: all), and any other values that a load checks.
+    ``facts``: the contents of the header: ``save_id``, ``world_size``, ``ranks`` (those that write to this folder;
+    default: all) and other values that a load compares.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / HEADER, json.dumps({"format": FORMAT, **facts}))
 
 
 def finish(folder: Path, rank: int, save_id: str, files: Iterable[Path]) -> None:
-    """Write the manifest of ``rank``, a list of ``files`` with their sizes and checksums.
-
-    The files must be on disk already, in ``folder`` or below.
-    """
+    """Write the manifest of ``rank``: sizes and checksums of ``files``, which are on disk in ``folder`` or below."""
     listed = {file.relative_to(folder).as_posix(): _facts(file) for file in files}
     write_atomically(folder / manifest_name(rank), json.dumps({"save_id": save_id, "rank": rank, "files": listed}))
 
 
 def _facts(file: Path) -> dict[str, int | None]:
-    """Return a file's entry in a manifest: {"bytes": size, "records" or "crc32": checksum}.
-
-    ``records`` is for archives of ``torch.save``, ``crc32`` for other files. The checksum is ``None`` if torch is
-    configured to compute none.
-    """
+    """Return {"bytes": size} and a checksum: "records" for archives of ``torch.save``, "crc32" for other files."""
     size = file.stat().st_size
     # torch has computed the CRC-32 of an archive's records; another of the whole file would double a save's CPU time.
     with suppress(zipfile.BadZipFile, ValueError), zipfile.ZipFile(file) as archive:
@@ -78,14 +70,14 @@ def _records(archive: zipfile.ZipFile) -> int:
 
 
 def is_of(file: Path, save_id: str) -> bool:
-    """Return whether ``file``, a header or manifest, belongs to the save ``save_id``; False if it cannot be read."""
+    """Return whether ``file``, a header or manifest, has the id ``save_id``; False if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(file.read_text())["save_id"] == save_id
     return False
 
 
 def forget(file: Path, save_id: str) -> bool:
-    """Remove ``file``, a header or manifest, if it belongs to the save ``save_id``; return whether it was removed."""
+    """Remove ``file``, a header or manifest, if it has the id ``save_id``; return whether it was removed."""
     with suppress(OSError):
         if is_of(file, save_id):
             file.unlink()
@@ -110,10 +102,9 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def damages(folder: Path, save_id: str, rank: int, contents: bool = True) -> list[str]:
-    """Check the files that ``rank`` wrote in the save ``save_id``; return a message for each problem, or [].
+    """Return a message for each missing or damaged file that ``rank`` wrote in the save ``save_id``; [] without damage.
 
-    Args:
-        contents: whether to compare checksums, which reads the files; otherwise only sizes are compared.
+    ``contents``: whether to read the files and compare checksums; otherwise only sizes are compared.
     """
     name = manifest_name(rank)
     try:
@@ -148,7 +139,7 @@ def _damage(folder: Path, name: str, facts: dict[str, int | None], contents: boo
 
 
 def _is_intact(file: Path, key: str, value: int | None) -> bool:
-    """Return whether the checksum of ``file`` equals ``value``; ``key`` tells its kind, "crc32" or "records"."""
+    """Return whether ``file`` has the checksum ``value``, which is of the kind ``key``: "crc32" or "records"."""
     if key == "crc32":
         return value is None or checksum(file) == value
     with zipfile.ZipFile(file) as archive:

@@ -34,13 +34,12 @@ SEAMS = tuple(
 
 @contextmanager
 def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Make DeepSpeed's ``load_checkpoint`` load weights and states that are offloaded to NVMe, in this context.
+    """Make ``load_checkpoint`` at stage 3 also load weights and states that are offloaded to NVMe, in this context.
 
-    Args:
-        arguments: name -> value of the arguments of ``load_checkpoint``; ``tag`` is ``None`` if nothing will be loaded.
+    ``arguments``: {name of an argument of ``load_checkpoint``: value}; ``tag`` is ``None`` if there is no checkpoint.
 
     Raises:
-        CheckpointError: on all ranks, before anything changes, if one rank's files do not fit its engine.
+        CheckpointError: on all ranks, before anything changes, if the files of one rank do not fit the engine.
     """
     wrapper, optimizer, is_universal = engine.optimizer, engine.basic_optimizer, engine.load_universal_checkpoint()
     uses_nvme = wrapper.swap_optimizer or wrapper.params_in_nvme_and_cpu
@@ -51,16 +50,13 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
         saved = raise_on_all_ranks(check, lambda reasons: CheckpointError(refusal + reasons))
 
     def load_checkpoint(original: Callable, load_dir: str, tag: str, **options: Any) -> Any:
-        """Replace ``_load_checkpoint``: ask for optimizer states, so that DeepSpeed does not gather weights instead."""
+        # Without optimizer states, DeepSpeed would gather 16-bit weights instead.
         if saved is not None or is_universal:
             options["load_optimizer_states"] = True
         return original(load_dir, tag, **options)
 
     def load_zero_file(original: Callable, state: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        """Replace ``_rigid_load_state_dict``: copy weights and states to where they are, also on NVMe.
-
-        The source is the ``saved`` that was checked before; ``state`` if there is none.
-        """
+        # ``saved`` was checked before. DeepSpeed passes ``state``, the contents of the rank's ZeRO file.
         nonlocal has_weights
         if saved is None and not uses_nvme:
             original(state, load_optimizer_states=load_optimizer_states)
@@ -69,7 +65,7 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
             has_weights = True
 
     def load_weights(original: Callable) -> None:
-        """Replace ``_restore_from_bit16_weights``: set the fp32 weights from ``saved``, or from the model's weights."""
+        # The fp32 weights come from ``saved``, without it from the model's weights.
         nonlocal has_weights
         if saved is None and uses_nvme:
             _refresh(wrapper)
@@ -93,10 +89,8 @@ def loading_with_nvme(engine: Any, arguments: Mapping[str, Any]) -> Iterator[Non
 def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) -> dict[str, Any] | None:
     """Return this rank's saved ZeRO state; ``None`` if DeepSpeed can load it by itself.
 
-    Tensors that older versions saved as NVMe swap files are mapped from these files.
-
-    Raises:
-        CheckpointError: a swap file is missing, or what will be loaded does not fit the engine.
+    Tensors that older versions saved as NVMe swap files are mapped from these files. Raise CheckpointError if the state
+    does not fit the engine.
     """
     load_dir, tag = arguments["load_dir"], arguments["tag"]
     file = Path(engine._get_zero_ckpt_name(load_dir, tag))
@@ -163,9 +157,9 @@ def _layout_difference(engine: Any, model: Mapping[str, Any]) -> str | None:
 
 
 def _restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any], load_optimizer_states: bool) -> None:
-    """Copy the fp32 weights in ``saved``, a rank's ZeRO state, into the existing tensors.
+    """Copy the fp32 weights of ``saved``, a rank's ZeRO state, into the engine; on request also everything else.
 
-    ``load_optimizer_states``: also load the optimizer states, the groups' settings and the loss scale.
+    ``load_optimizer_states``: whether to load optimizer states, settings of parameter groups and the loss scale too.
     """
     loaded: dict[Tensor, dict[str, Any]] = {}
     if load_optimizer_states:
@@ -179,7 +173,7 @@ def _restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any], lo
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the groups' settings; return {flat tensor: its loaded states}, which the optimizer does not keep."""
+    """Load the settings of parameter groups; return {flat tensor: {state key: saved state}} for the caller to copy."""
     bound = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
     wrapper._set_fp32_optimizer_param_groups()
     try:
@@ -191,7 +185,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, An
 
 
 def _refresh(wrapper: Any) -> None:
-    """Copy the model's 16-bit weights to the fp32 weights of the optimizer, also those on NVMe."""
+    """Copy the model's 16-bit weights to the optimizer's fp32 weights, also to those on NVMe."""
     for index, bit16 in enumerate(wrapper.fp16_partitioned_groups_flat):
         with swapped_in(wrapper, index) as flat:
             if bit16 is None:

@@ -23,7 +23,7 @@ def read_states(file: Path) -> Any:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def stage(kind: Any, name: str) -> Any:
-        """Replace ``getattr`` in pickles, which some Python versions use for enumerations; allow only ZeroStageEnum."""
+        # Some Python versions pickle enumerations as calls of ``getattr``.
         if kind is not ZeroStageEnum:
             raise pickle.UnpicklingError(
                 f"{file.name} calls getattr({kind}, {name!r}), which no optimizer state needs; it may run foreign code "
@@ -41,5 +41,5 @@ def read_states(file: Path) -> Any:
 
 
 def read_model(file: Path) -> dict[str, Any]:
-    """Return the contents of a model file, memory-mapped; any object that the user saved is unpickled."""
+    """Return the contents of a model file, memory-mapped. Any Python object that the user saved in it is unpickled."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)

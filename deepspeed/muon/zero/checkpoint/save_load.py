@@ -56,7 +56,7 @@ def _arguments(original: Callable, engine: Any, args: tuple, options: dict[str, 
 
 
 def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
-    """Raise CheckpointError on all ranks if ``arguments``, those of the function ``call``, differ; a collective."""
+    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
     values = {name: value for name, value in arguments.items() if name in COMMON}
     for name in {"save_dir", "load_dir"} & values.keys():
         values[name] = str(Path(values[name]).absolute()) if values[name] else ""
@@ -71,7 +71,7 @@ def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> 
 
 
 def _position(engine: Any) -> int:
-    """Return how many micro-batches ran since the last step; 0 if the script itself decides when to step."""
+    """Return how many micro-batches of the current step have run; 0 if the script itself decides when to step."""
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     if not is_managed or engine._is_gradient_accumulation_boundary is not None:
         return 0
@@ -109,7 +109,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _warn_of_different_client_states(engine: Any, state: Any) -> None:
-    """Warn if ranks pass different ``client_state``, except at stage 3, where each rank's is saved; a collective."""
+    """Warn below stage 3 if ranks pass different ``client_state``, of which only one is saved; a collective."""
     plain = (str, bytes, int, float, bool, type(None))
     facts = {
         str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
@@ -155,7 +155,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     """Replace ``DeepSpeedEngine.load_checkpoint``: load only if the files of all ranks are intact and fit the engine.
 
     Raises:
-        CheckpointError: on all ranks, with the same message, if one of them does not. The engine is unchanged.
+        CheckpointError: on all ranks, with the same message, if the files of one rank are damaged or do not fit. The
+            engine is unchanged.
     """
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
@@ -183,8 +184,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         )
 
     def gather_tag(original: Callable, *args: Any, **options: Any) -> Any:
-        """Replace ``get_fp32_state_dict_from_zero_checkpoint``: read ``tag``, where DeepSpeed would read ``latest``."""
-        return original(*args, **options | {"tag": tag})
+        return original(*args, **options | {"tag": tag})  # DeepSpeed would read the tag in ``latest``
 
     by_name = loading_by_name(engine, arguments, renames) if is_changed and renames is not None else None
     with (
@@ -210,11 +210,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _check_mapped(original: Callable, loader: Any) -> None:
-    """Replace ``SDLoaderBase.check_ckpt_list``, which reads one number of the model file: memory-map that file.
-
-    :class:`SafeFiles` would read all of it into memory.
-    """
-    checkpoint_engine = loader.checkpoint_engine
+    """Replace ``SDLoaderBase.check_ckpt_list``: memory-map the model file, of which it reads only one number."""
+    checkpoint_engine = loader.checkpoint_engine  # it would read the whole file into memory
     if isinstance(checkpoint_engine, SafeFiles):
         loader.checkpoint_engine = SimpleNamespace(load=lambda path, map_location: read_model(Path(path)))
     original(loader)
@@ -222,13 +219,10 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 
 
 def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[str | None, str | None, bool]:
-    """Check on all ranks what ``load_checkpoint(**arguments)`` would load; return (tag, save id, whether it misfits).
+    """Check on all ranks what ``load_checkpoint(**arguments)`` would load; raise all problems on all ranks.
 
-    The tag is ``None`` if there is no checkpoint, the id ``None`` without a manifest. ``may_change``: whether a
-    checkpoint may be loaded that does not fit the engine, by parameter names.
-
-    Raises:
-        CheckpointError: on all ranks, with the problems that all of them found.
+    Return (tag, id of the save, whether the checkpoint needs a load by parameter names). The tag is ``None`` without a
+    checkpoint, the id without a manifest. ``may_change``: whether a load by parameter names is allowed.
     """
     found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
@@ -266,8 +260,8 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
 def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str], str | None]:
     """Check this rank's files of the checkpoint that ``load_checkpoint(**arguments)`` would load.
 
-    Return (tag, save id, damages, misfit): the tag (``None`` if there is no checkpoint), the id of its save (``None``
-    without a manifest), a message for each damage, and why it does not fit the engine (``None`` if it fits).
+    Return (tag, id of the save, a message for each damage, why the checkpoint does not fit the engine). The tag is
+    ``None`` without a checkpoint, the id without a manifest, the last if the checkpoint fits.
     """
     tag, header, damages, misfit = arguments["tag"], None, list[str](), None
     try:
@@ -283,17 +277,13 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
 
 
 def _refuse_moved(engine: Any) -> None:
-    """Raise CheckpointError while states are moved away by ``engine.offload_states()``; a load would lose some."""
+    """Raise CheckpointError if ``engine.offload_states()`` has moved states away; a load would lose some of them."""
     if moved := engine.muon_adapter.moved_states:
         raise CheckpointError(f"{', '.join(moved)} are still offloaded; call engine.reload_states() first")
 
 
 def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
-    """Return the tag of the universal checkpoint to load: that in ``arguments``, or that in ``latest_universal``.
-
-    Raises:
-        CheckpointError: there is no tag, or states are offloaded by ``engine.offload_states()``.
-    """
+    """Return the tag of the universal checkpoint to load, from ``arguments`` or the file ``latest_universal``."""
     _refuse_moved(engine)
     folder = Path(arguments["load_dir"])
     if tag := arguments["tag"] or _latest(folder, "latest_universal"):
@@ -316,10 +306,9 @@ def _latest(folder: Path, name: str = "latest") -> str | None:
 
 
 def _damages(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
-    """Return a message for each missing or damaged file of the checkpoint ``tag``; [] if there is none.
+    """Return a message for each missing or damaged file of the checkpoint ``tag`` that this rank checks; [] if none is.
 
-    A wrong number of pipeline stages or tensor-parallel ranks gives a message too. ``arguments``: name -> value of
-    the arguments of ``load_checkpoint``. ``header``: header of the manifest; ``None`` if there is no manifest.
+    A wrong number of pipeline stages or tensor-parallel ranks gives a message too.
     """
     folder = Path(arguments["load_dir"], tag)
     if not folder.is_dir():
@@ -335,10 +324,7 @@ def _damages(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
 
 
 def _misfit(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> str | None:
-    """Return an error message that says why the checkpoint ``tag`` does not fit the engine; ``None`` if it fits.
-
-    Call it only if :func:`_damages` found nothing.
-    """
+    """Return why the checkpoint ``tag`` does not fit the engine, as an error message; ``None`` if it fits."""
     if header is not None:
         saved = header["structures"][compatibility.model_share(engine)[0]]
     else:

@@ -42,7 +42,7 @@ def convert(saved: Path, target: Path) -> None:
 
 
 def _write(folder: Path, weight: Tensor, state: dict[str, Any]) -> None:
-    """Write a parameter's weight and each of its states to a file in ``folder``, as DeepSpeed's converter does."""
+    """Write a parameter's weight and its states to one file each in ``folder``, as DeepSpeed's converter does."""
     folder.mkdir(parents=True)
     values = {"fp32": weight.detach()} | {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
     for key, value in values.items():

@@ -52,7 +52,7 @@ SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names")
 
 
 def support_universal_checkpoints(adapter: Adapter) -> None:
-    """Make the adapter's engine save what DeepSpeed's converter needs, and load universal checkpoints."""
+    """Make the adapter's engine load universal checkpoints, and save what DeepSpeed's converter needs."""
     from deepspeed.checkpoint import constants
 
     engine, optimizer = adapter.engine, adapter.optimizer
@@ -61,11 +61,7 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
 
     def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        """Load weights and states in place of DeepSpeed's ``_load_universal_checkpoint``.
-
-        Raises:
-            ImportStateError: on all ranks, before anything changes, if one of them cannot read or use the files.
-        """
+        # Replaces ``_load_universal_checkpoint``. Errors are raised on all ranks, before anything changes.
         if adapter.opened_universal is not None:
             load_weights_and_states(adapter, *adapter.opened_universal, load_optimizer_states)
             return
@@ -88,7 +84,7 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
 
 
 def either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
-    """Replace ``_get_all_ckpt_names``: also return model files under the names that other ZeRO stages use."""
+    """Replace ``_get_all_ckpt_names``: if it finds no model files, look for their names at other ZeRO stages."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
     others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
     return next(filter(None, (original(folder, tag), *others)), [])
@@ -97,9 +93,8 @@ def either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any
 class Folder:
     """A universal checkpoint on disk, from which weights and optimizer states are read for each parameter.
 
-    Args:
-        shards: parameter name -> (how tensor parallelism splits the parameter, index of the rank whose shard is read).
-            Parameters without an entry are read whole.
+    ``shards``: parameter name -> (how ranks split the parameter, index of this rank's shard). Parameters without an
+    entry are read whole.
     """
 
     def __init__(self, folder: str, shards: Mapping[str, tuple[Sharding, int]]) -> None:
@@ -117,7 +112,7 @@ class Folder:
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return the weight or the state ``key`` of parameter ``name``, memory-mapped; of a split one, its shard."""
+        """Return a parameter's weight (``key`` is "fp32") or state ``key``; of a split parameter, this rank's shard."""
         whole = self._whole(name, key)
         if name not in self.shards:
             return whole
@@ -143,11 +138,8 @@ class Folder:
     def check(self, wanted: Mapping[MatrixSpec, Iterable[str]], rank: int, world_size: int) -> None:
         """Raise ImportStateError if a file of a parameter is missing, or has a wrong number of elements.
 
-        Each rank checks that all files exist. The numbers of elements are checked by rank ``rank`` only for every
-        ``world_size``-th parameter, so that the ranks share this work.
-
-        Args:
-            wanted: parameter -> keys of the states that the checkpoint must contain, in addition to the weight.
+        ``wanted``: parameter -> keys of the states that must exist, in addition to the weight. The ranks divide the work:
+        each checks the sizes of every ``world_size``-th parameter, from number ``rank`` on.
         """
         files = [f"zero/{spec.name}/{key}.pt" for spec, keys in wanted.items() for key in (WEIGHT, *keys)]
         if missing := [file for file in files if not (self.zero.parent / file).is_file()]:
@@ -185,11 +177,7 @@ class Folder:
 
 
 def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
-    """Return the argument ``shards`` of :class:`Folder` for this rank.
-
-    Raises:
-        UnsupportedError: it is unknown how tensor parallelism split a parameter.
-    """
+    """Return the argument ``shards`` of :class:`Folder` for this rank; raise UnsupportedError if a split is unknown."""
     rank, size = tp_rank(engine)
     shards = {}
     for param, spec in optimizer.specs.items():
@@ -209,10 +197,7 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
 
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
-    """Open and check the universal checkpoint at ``path``; return it and {parameter name: action for its state}.
-
-    :func:`write_state` explains the actions. The engine does not change.
-    """
+    """Open and check a universal checkpoint; return (checkpoint, {parameter name: key of :data:`ACTIONS`})."""
     folder = Folder(path, _shards(engine, optimizer))
     actions: Actions = {}
     if load_states:
@@ -229,10 +214,9 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 @torch.no_grad()
 def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
-    """Load the fp32 weights of a universal checkpoint, and its optimizer states if ``load_states``.
+    """Load weights and, if ``load_states``, states of a universal checkpoint into the optimizer's flat tensors.
 
-    ``actions``: parameter name -> how :func:`write_state` fills its optimizer state. At stages 1 and 2 DeepSpeed then
-    copies the fp32 weights into the model.
+    ``actions``: parameter name -> how its optimizer state is imported, a key of :data:`ACTIONS`.
     """
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():
@@ -244,11 +228,8 @@ def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, 
 
 
 def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """Load NorMuon's second moments from a universal checkpoint; warn if some are missing and start at zero.
-
-    DeepSpeed's converter keeps the moments that one rank saved. Those of other pipeline stages, experts and
-    tensor-parallel shards are lost.
-    """
+    """Load NorMuon's second moments from a universal checkpoint; warn if some are missing and start at zero."""
+    # DeepSpeed's converter keeps the moments that one rank saved: other stages', experts' and shards' are lost.
     several = {name for name, (sharding, _) in folder.shards.items() if len(sharding.ranges) > 1}
     if optimizer.config.tp_mode == "whole":
         several &= {spec.name for param, spec in optimizer.specs.items() if expert_group(param)}
@@ -265,10 +246,8 @@ def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """Load the groups' settings, the clipping threshold and the loss scaler from a universal checkpoint.
-
-    Each is loaded only if this run has the same kind of groups, or the same class of scaler.
-    """
+    """Load settings of parameter groups, the clipping threshold and the loss scaler from a universal checkpoint."""
+    # Each is loaded only if this run has the same kind of groups, or the same class of scaler.
     for group, saved in _matched(optimizer, folder.groups):
         settings = settings_of(group, saved)
         group.update({key: value for key, value in settings.items() if key != STARTED})  # counted again for this layout
@@ -283,10 +262,9 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
 
 
 def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield (group of this run, saved group whose settings it takes), matched by position, or by name in a pipeline.
+    """Yield (parameter group of this run, saved group whose settings it takes), but no group without a match.
 
-    A group without a match is left out and keeps the config's settings. In a pipeline that can happen, because the
-    converter keeps the groups of one stage only.
+    Groups are matched by position; in a pipeline by name, because the converter keeps the groups of one stage only.
     """
     if optimizer.context.muon_of_all_stages is None:
         if group_kinds(saved) == group_kinds(optimizer.param_groups):
