@@ -93,15 +93,15 @@ def _layout(partitions: list[Partition]) -> str:
 
 
 def muon_facts_of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
-    """Return the :func:`muon_facts` of all pipeline stages together; a collective."""
+    """Return {parameter name: hash of how it is split into matrices} of all pipeline stages; a collective."""
     return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
 
 
 def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
-    """Return the facts of :func:`engine_fingerprint` that DeepSpeed's own files contain, for lack of a manifest.
+    """Return those facts of :func:`engine_fingerprint` that DeepSpeed's own checkpoint files contain.
 
-    This opens the files that the rank would load, but reads no tensor. There is one more key, ``order``: names and shapes
-    of the parameters in their order, at stage 0 only their sizes.
+    Call it if there is no manifest. It opens the files that this rank would load, but reads no tensor. One more key,
+    ``order``, has the names and shapes of the parameters in their order; at stage 0 only their sizes.
 
     Args:
         arguments: {name of an argument of ``load_checkpoint``: value}.

@@ -116,7 +116,7 @@ def zeros_on_disk(folder: Path, in_memory: Callable[[int], Tensor], numel: int) 
 
 
 class SyncedFile:
-    """A new file that the operating system writes to disk already while the caller appends data."""
+    """A new file whose data is written to disk while the caller is still appending, not only at the end."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._waiting = path.open("wb"), 0

@@ -42,7 +42,7 @@ SEAMS = (
 
 
 def is_torchs(checkpoint_engine: Any) -> bool:
-    """Return whether DeepSpeed's checkpoint engine is the default one, which finishes files in ``save_checkpoint``."""
+    """Return whether DeepSpeed's checkpoint engine is the default one, whose files ``save_checkpoint`` completes."""
     return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
 
 
@@ -89,8 +89,8 @@ class SafeFiles(CheckpointEngine):
         """Call ``save``, a function that calls DeepSpeed's ``save_checkpoint``, and return its result.
 
         Raises:
-            CheckpointError: on all ranks, if one could not save. The files of this save are then removed, unless only
-                ``latest`` could not be written.
+            CheckpointError: on all ranks, if one of them could not save. Then the files of this save are removed, except
+                if only ``latest`` could not be written.
         """
         # DeepSpeed would copy NVMe swap files, bypassing its checkpoint engine; our files already have their contents.
         on_engine = {"zero_nvme_offload_optimizer": lambda original: False}
@@ -139,7 +139,7 @@ class SafeFiles(CheckpointEngine):
         return raise_on_all_ranks(act, failure)
 
     def leave_to_deepspeed(self, folder: Path) -> None:
-        """Remove the header of an older save, and warn, before another checkpoint engine saves to ``folder``.
+        """Remove an older save's ``muon_save.json`` from ``folder`` and warn: another checkpoint engine will save there.
 
         A collective.
         """
@@ -318,7 +318,7 @@ class SafeFiles(CheckpointEngine):
                 self._repoint_latest()
 
     def _repoint_latest(self) -> None:
-        """Replace this failed save's tag in ``latest`` by the newest complete tag; without one, remove ``latest``."""
+        """If ``latest`` has the tag of this failed save, replace it by the newest complete tag or remove ``latest``."""
         latest = self.save_dir / "latest"
         if not latest.is_file() or latest.read_text().strip() != self.tag:
             return

@@ -102,15 +102,15 @@ class Saved:
         self.groups = groups
 
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Set ``self.steps`` to the first step count in ``entries``, the saved states, or to the engine's count."""
+        """Set ``self.steps`` to the first "step" in ``entries``, parameters' states; without one, to the engine's count."""
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
 
     def add(self, name: str, use_muon: bool, weight: Tensor, entry: Mapping[str, Tensor], part: Any = ...) -> None:
         """Append one rank's values of the parameter ``name`` to those of the ranks before it.
 
-        ``weight``: the rank's flat weights. ``entry``: {state key: flat state}. ``part``: the slice of these tensors that
-        belongs to the parameter.
+        ``weight``: the rank's flat weights. ``entry``: {state key: flat state}. ``part``: the slice of these tensors
+        that belongs to the parameter.
         """
         if use_muon:
             self.matrices.add(name)

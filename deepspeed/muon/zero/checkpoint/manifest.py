@@ -37,7 +37,7 @@ def manifest_name(rank: int) -> str:
 
 
 def begin(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the header of a new save to ``folder``. Older manifests in the folder become invalid.
+    """Write the header (``muon_save.json``) of a new save to ``folder``. Older manifests there become invalid.
 
     ``facts``: the contents of the header: ``save_id``, ``world_size``, ``ranks`` (those that write to this folder;
     default: all) and other values that a load compares.
@@ -70,14 +70,14 @@ def _records(archive: zipfile.ZipFile) -> int:
 
 
 def is_of(file: Path, save_id: str) -> bool:
-    """Return whether ``file``, a header or manifest, has the id ``save_id``; False if it cannot be read."""
+    """Return whether the header or manifest ``file`` belongs to the save ``save_id``; False if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(file.read_text())["save_id"] == save_id
     return False
 
 
 def forget(file: Path, save_id: str) -> bool:
-    """Remove ``file``, a header or manifest, if it has the id ``save_id``; return whether it was removed."""
+    """Remove the header or manifest ``file`` if it belongs to the save ``save_id``; return whether it was removed."""
     with suppress(OSError):
         if is_of(file, save_id):
             file.unlink()
@@ -86,7 +86,7 @@ def forget(file: Path, save_id: str) -> bool:
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of the header in ``folder``; ``None`` if there is no header.
+    """Return the contents of the header (``muon_save.json``) in ``folder``; ``None`` if there is no header.
 
     Raises:
         CheckpointError: the header is unreadable, or a newer version wrote it.

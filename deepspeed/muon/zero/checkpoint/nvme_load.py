@@ -157,9 +157,9 @@ def _layout_difference(engine: Any, model: Mapping[str, Any]) -> str | None:
 
 
 def _restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any], load_optimizer_states: bool) -> None:
-    """Copy the fp32 weights of ``saved``, a rank's ZeRO state, into the engine; on request also everything else.
+    """Copy the fp32 weights of ``saved``, a rank's ZeRO state, into the tensors of the engine.
 
-    ``load_optimizer_states``: whether to load optimizer states, settings of parameter groups and the loss scale too.
+    ``load_optimizer_states``: whether to load optimizer states, settings of groups and the loss scale too.
     """
     loaded: dict[Tensor, dict[str, Any]] = {}
     if load_optimizer_states:

@@ -109,7 +109,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _warn_of_different_client_states(engine: Any, state: Any) -> None:
-    """Warn below stage 3 if ranks pass different ``client_state``, of which only one is saved; a collective."""
+    """Warn if ranks pass different ``client_state``, except at stage 3, where every rank's is saved; a collective."""
     plain = (str, bytes, int, float, bool, type(None))
     facts = {
         str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
@@ -155,8 +155,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     """Replace ``DeepSpeedEngine.load_checkpoint``: load only if the files of all ranks are intact and fit the engine.
 
     Raises:
-        CheckpointError: on all ranks, with the same message, if the files of one rank are damaged or do not fit. The
-            engine is unchanged.
+        CheckpointError: on all ranks, with the same message, if the files of one are damaged or do not fit. The engine
+            is unchanged.
     """
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
@@ -210,7 +210,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 
 def _check_mapped(original: Callable, loader: Any) -> None:
-    """Replace ``SDLoaderBase.check_ckpt_list``: memory-map the model file, of which it reads only one number."""
+    """Replace ``SDLoaderBase.check_ckpt_list``: memory-map the model file instead of reading all of it."""
     checkpoint_engine = loader.checkpoint_engine  # it would read the whole file into memory
     if isinstance(checkpoint_engine, SafeFiles):
         loader.checkpoint_engine = SimpleNamespace(load=lambda path, map_location: read_model(Path(path)))
@@ -219,10 +219,10 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 
 
 def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[str | None, str | None, bool]:
-    """Check on all ranks what ``load_checkpoint(**arguments)`` would load; raise all problems on all ranks.
+    """Check on all ranks what ``load_checkpoint(**arguments)`` would load; raise CheckpointError with all problems.
 
-    Return (tag, id of the save, whether the checkpoint needs a load by parameter names). The tag is ``None`` without a
-    checkpoint, the id without a manifest. ``may_change``: whether a load by parameter names is allowed.
+    Return (tag, id of the save, whether the checkpoint needs a load by parameter names). The tag is ``None`` without
+    a checkpoint, the id without a manifest. ``may_change``: whether a load by parameter names is allowed.
     """
     found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
@@ -261,7 +261,7 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
     """Check this rank's files of the checkpoint that ``load_checkpoint(**arguments)`` would load.
 
     Return (tag, id of the save, a message for each damage, why the checkpoint does not fit the engine). The tag is
-    ``None`` without a checkpoint, the id without a manifest, the last if the checkpoint fits.
+    ``None`` without a checkpoint, the id without a manifest, the last item if the checkpoint fits.
     """
     tag, header, damages, misfit = arguments["tag"], None, list[str](), None
     try:

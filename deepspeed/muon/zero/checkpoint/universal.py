@@ -84,7 +84,7 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
 
 
 def either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
-    """Replace ``_get_all_ckpt_names``: if it finds no model files, look for their names at other ZeRO stages."""
+    """Replace ``_get_all_ckpt_names``: find model files under the names of other ZeRO stages too."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
     others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
     return next(filter(None, (original(folder, tag), *others)), [])
@@ -112,7 +112,7 @@ class Folder:
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return a parameter's weight (``key`` is "fp32") or state ``key``; of a split parameter, this rank's shard."""
+        """Return a parameter's weight (``key="fp32"``) or its state ``key``; only this rank's shard of a split one."""
         whole = self._whole(name, key)
         if name not in self.shards:
             return whole
@@ -138,8 +138,8 @@ class Folder:
     def check(self, wanted: Mapping[MatrixSpec, Iterable[str]], rank: int, world_size: int) -> None:
         """Raise ImportStateError if a file of a parameter is missing, or has a wrong number of elements.
 
-        ``wanted``: parameter -> keys of the states that must exist, in addition to the weight. The ranks divide the work:
-        each checks the sizes of every ``world_size``-th parameter, from number ``rank`` on.
+        ``wanted``: parameter -> keys of the states that must exist, in addition to the weight. The ranks divide the
+        work: each checks the sizes of every ``world_size``-th parameter, from number ``rank`` on.
         """
         files = [f"zero/{spec.name}/{key}.pt" for spec, keys in wanted.items() for key in (WEIGHT, *keys)]
         if missing := [file for file in files if not (self.zero.parent / file).is_file()]:
@@ -197,7 +197,7 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
 
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
-    """Open and check a universal checkpoint; return (checkpoint, {parameter name: key of :data:`ACTIONS`})."""
+    """Open and check a universal checkpoint; return (checkpoint, {parameter name: how its state is imported})."""
     folder = Folder(path, _shards(engine, optimizer))
     actions: Actions = {}
     if load_states:
@@ -214,9 +214,9 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 @torch.no_grad()
 def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
-    """Load weights and, if ``load_states``, states of a universal checkpoint into the optimizer's flat tensors.
+    """Load the fp32 weights of a universal checkpoint, and its optimizer states if ``load_states``.
 
-    ``actions``: parameter name -> how its optimizer state is imported, a key of :data:`ACTIONS`.
+    ``actions``: parameter name -> how its state is imported: "kept", "zero" or "first_moment" (of AdamW, as momentum).
     """
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():
@@ -262,7 +262,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
 
 
 def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield (parameter group of this run, saved group whose settings it takes), but no group without a match.
+    """Yield (parameter group of this run, saved group whose settings it takes) for each group that has a match.
 
     Groups are matched by position; in a pipeline by name, because the converter keeps the groups of one stage only.
     """
