@@ -184,7 +184,7 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
     folder, optimizer = MatchedFolder(path, renames, title), engine.basic_optimizer
     if len(folder.saved_names) < len(folder.files.shapes):
         raise CheckpointError(
-            f"{KEY}: rename gives several parameters of the checkpoint the same name; change its patterns"
+            f"{KEY}: rename gives several parameters of the checkpoint the same name; change the patterns"
         )
     outcomes: dict[str, list[str]] = {}
     actions: Actions = {}
@@ -339,7 +339,10 @@ def _convert(engine: Any, saved: Path, target: Path) -> None:
         [sys.executable, "-m", module, *options], capture_output=True, text=True, env=os.environ, check=False
     )
     if done.returncode:
-        raise CheckpointError(f"DeepSpeed's converter failed: {(done.stderr or done.stdout).strip()[-MAX_QUOTED:]}")
+        raise CheckpointError(
+            "DeepSpeed's converter failed; run python -m deepspeed.checkpoint.ds_to_universal to see all of its "
+            f"output: {(done.stderr or done.stdout).strip()[-MAX_QUOTED:]}"
+        )
 
 
 @contextmanager

@@ -121,7 +121,9 @@ def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) 
         zero = engine.zero_optimization() and _opened(read_states, engine._get_zero_ckpt_name(folder, tag))
         states = zero["optimizer_state_dict"] if zero else model["optimizer"]
         if states is None:
-            raise CheckpointError(f"it was saved at ZeRO stage 1, 2 or 3, this run has stage 0; load {WEIGHTS_ALONE}")
+            raise CheckpointError(
+                f"the checkpoint was saved at ZeRO stage 1, 2 or 3, this run has stage 0; load {WEIGHTS_ALONE}"
+            )
         saved["groups"] = saved_groups(states)
         saved["order"] = _order(model["param_shapes"]) if zero else _sizes_of(states)
     return saved
@@ -161,7 +163,7 @@ def _opened(read: Callable[[Path], dict[str, Any]], name: str) -> dict[str, Any]
     if not file.is_file():
         raise CheckpointError(
             f"{file.name} is missing: the checkpoint is damaged, or was saved at another ZeRO stage, in another "
-            "precision or on another number of ranks"
+            "precision or on another number of ranks; restore the file, or resume as the checkpoint was saved"
         )
     try:
         return read(file)

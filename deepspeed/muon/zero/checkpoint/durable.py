@@ -32,7 +32,12 @@ TEMPORARY = ".muon-tmp"
 
 @functools.cache
 def _warn_once(call: str, consequence: str) -> None:
-    logger.warning("deepspeed-muon: the file system of this checkpoint does not support %s: %s", call, consequence)
+    logger.warning(
+        "deepspeed-muon: the file system of this checkpoint does not support %s: %s; to avoid this, "
+        "save to another file system",
+        call,
+        consequence,
+    )
 
 
 def sync(descriptor: int) -> None:

@@ -89,8 +89,8 @@ class SafeFiles(CheckpointEngine):
         """Call ``save``, a function that calls DeepSpeed's ``save_checkpoint``, and return its result.
 
         Raises:
-            CheckpointError: on all ranks, if one of them could not save. Then the files of this save are removed, except
-                if only ``latest`` could not be written.
+            CheckpointError: on all ranks, if one of them could not save. The files of this save are removed, except if
+                only ``latest`` could not be written.
         """
         # DeepSpeed would copy NVMe swap files, bypassing its checkpoint engine; our files already have their contents.
         on_engine = {"zero_nvme_offload_optimizer": lambda original: False}
@@ -133,13 +133,13 @@ class SafeFiles(CheckpointEngine):
         def failure(reasons: str) -> CheckpointError:
             return CheckpointError(
                 f"the checkpoint {self.folder} could not be saved: {reasons}. Its files were removed, latest does not "
-                "name an incomplete checkpoint, and training can continue"
+                "name an incomplete checkpoint, and training can continue. Save again once the cause is removed"
             )
 
         return raise_on_all_ranks(act, failure)
 
     def leave_to_deepspeed(self, folder: Path) -> None:
-        """Remove an older save's ``muon_save.json`` from ``folder`` and warn: another checkpoint engine will save there.
+        """Remove an older save's ``muon_save.json`` from ``folder`` and warn: another checkpoint engine saves there.
 
         A collective.
         """
@@ -147,8 +147,9 @@ class SafeFiles(CheckpointEngine):
         self._on_all_ranks(lambda: (folder / manifest.HEADER).unlink(missing_ok=True) if self.is_first else None)
         if self.is_first:
             logger.warning(
-                f"deepspeed-muon: the checkpoint engine {type(self.contents).__name__} writes this checkpoint, which "
-                "therefore gets no manifest (a list of its files with their checksums) and is not verified when loaded"
+                f"deepspeed-muon: the checkpoint engine {type(self.contents).__name__} writes this checkpoint, so it "
+                "has no manifest (a list of files with their checksums), and a load cannot detect damage; to change "
+                "that, use DeepSpeed's default checkpoint engine"
             )
 
     # ---- what DeepSpeed calls, in this order --------------------------------------------------------------
@@ -318,7 +319,7 @@ class SafeFiles(CheckpointEngine):
                 self._repoint_latest()
 
     def _repoint_latest(self) -> None:
-        """If ``latest`` has the tag of this failed save, replace it by the newest complete tag or remove ``latest``."""
+        """Replace this failed save's tag in ``latest`` by the newest complete tag; if there is none, remove ``latest``."""
         latest = self.save_dir / "latest"
         if not latest.is_file() or latest.read_text().strip() != self.tag:
             return

@@ -102,7 +102,7 @@ class Saved:
         self.groups = groups
 
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Set ``self.steps`` to the first "step" in ``entries``, parameters' states; without one, to the engine's count."""
+        """Set ``self.steps`` to the first "step" in ``entries``, parameters' states, or to the engine's step count."""
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
 
@@ -128,8 +128,8 @@ class Saved:
         absent = [n for n in self.shapes for key in KEYS[n in self.matrices] if key not in self.parts[n]]
         if absent:
             raise ImportStateError(
-                f"{self.model_file.parent} has no optimizer state of {', '.join(absent[:8])}; if it was saved with "
-                "save_muon_momentum_buffer_in_memory, the momentum is lost: load only its weights"
+                f"{self.model_file.parent} has no optimizer state of {', '.join(absent[:8])}; load only its weights "
+                "(with save_muon_momentum_buffer_in_memory, stock's Muon does not save the momentum)"
             )
         for name, shape in self.shapes.items():
             states: dict[str, Any] = {"step": self.steps}
@@ -227,9 +227,9 @@ def _read_stage0(folder: Path) -> Saved:
     shapes = [next(iter(e[k].shape for k in ("momentum_buffer", "exp_avg") if k in e), None) for e in found]
     if len(order) != len(weights) or shapes != [weights[name].shape for name in order]:
         raise ImportStateError(
-            "at stage 0 optimizer states have no names, and the shapes of these do not match the model's parameters in "
-            "order (it may have frozen, tied or grouped parameters, or buffers): load only the weights, then the "
-            "state with deepspeed.muon.import_state"
+            "this checkpoint of stage 0 has optimizer states without parameter names, and their shapes do not match "
+            "the model's parameters in order (the model may have frozen, tied or grouped parameters, or buffers); load "
+            "only the weights, then import the states with deepspeed.muon.import_state"
         )
     for name, entry, master in zip(order, found, masters or [weights[name] for name in order], strict=True):
         saved.shapes[name] = tuple(weights[name].shape)

@@ -117,7 +117,7 @@ def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) 
             key = "exp_avg" if name == "momentum_buffer" else name
             if key not in state:
                 raise CheckpointError(
-                    f"its optimizer states lack {name}: another optimizer saved them, or Muon updated other parameters "
+                    f"the optimizer states lack {name}: another optimizer saved them, or Muon updated other parameters "
                     "in that run; start from weights saved with engine.save_16bit_model"
                 )
             state[key] = read(state[key], f"{name}-{number}", numel)
@@ -136,7 +136,8 @@ def _whole(folder: Path, tensor: Tensor, name: str, numel: int) -> Tensor:
         )
     if (size := path.stat().st_size) < 4 * numel:
         raise CheckpointError(
-            f"{path} has {size} bytes, expected at least {4 * numel}: its save was interrupted; load another tag"
+            f"{path} has {size} bytes, expected at least {4 * numel}: the save that wrote it was interrupted; load "
+            "another tag"
         )
     return torch.from_file(str(path), shared=False, size=numel, dtype=torch.float32)
 

@@ -26,8 +26,8 @@ def read_states(file: Path) -> Any:
         # Some Python versions pickle enumerations as calls of ``getattr``.
         if kind is not ZeroStageEnum:
             raise pickle.UnpicklingError(
-                f"{file.name} calls getattr({kind}, {name!r}), which no optimizer state needs; it may run foreign code "
-                "and is not loaded"
+                f"{file.name} calls getattr({kind}, {name!r}), which no optimizer state needs; the file may run "
+                "foreign code and was not loaded: load another tag"
             )
         return ZeroStageEnum[name]
 

@@ -279,7 +279,7 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
 def _refuse_moved(engine: Any) -> None:
     """Raise CheckpointError if ``engine.offload_states()`` has moved states away; a load would lose some of them."""
     if moved := engine.muon_adapter.moved_states:
-        raise CheckpointError(f"{', '.join(moved)} are still offloaded; call engine.reload_states() first")
+        raise CheckpointError(f"the states {', '.join(moved)} are still offloaded; call engine.reload_states() first")
 
 
 def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
@@ -291,7 +291,11 @@ def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
     tag = _latest(folder)
     raise CheckpointError(
         f"checkpoint.load_universal is true, but {folder} has no universal checkpoint (no file latest_universal); "
-        + (f"remove that key to load the checkpoint {tag}" if tag else "it has no other checkpoint either")
+        + (
+            f"remove that key to load the checkpoint {tag}"
+            if tag
+            else "it has no other checkpoint either, so check load_dir"
+        )
     )
 
 

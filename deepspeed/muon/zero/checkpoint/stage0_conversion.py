@@ -27,8 +27,8 @@ def convert(saved: Path, target: Path) -> None:
     names = header["structures"][0].get("params") if header else None
     if names is None:
         raise CheckpointError(
-            "at stage 0 its optimizer states have no parameter names, because stock DeepSpeed or an older "
-            "deepspeed-muon saved it; load it into the unchanged model, and save it again"
+            "the optimizer states of this stage-0 checkpoint have no parameter names, because stock DeepSpeed or an "
+            "older deepspeed-muon saved it; load it into the unchanged model, and save it again"
         )
     optimizer: dict[str, Any] = model["optimizer"]
     inner, masters = optimizer.get("optimizer_state_dict", optimizer), optimizer.get("fp32_groups")

@@ -240,8 +240,8 @@ def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder
     if dropped and optimizer.config.normuon and comm.get_rank(group=engine.seq_data_parallel_group) == 0:
         logger.warning(
             f"deepspeed-muon: the universal checkpoint lacks NorMuon's second moments of {len(dropped)} matrices "
-            f"(first: {dropped[0]}), which start at zero; DeepSpeed's converter keeps those of one pipeline stage, one "
-            "rank's experts and one rank's shards"
+            f"(first: {dropped[0]}), because DeepSpeed's converter keeps those of one pipeline stage, one rank's "
+            "experts and one rank's shards. They start at zero and settle within 1 / (1 - normuon_beta2) steps"
         )
 
 
@@ -276,9 +276,9 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
             yield group, by_name[group["name"]]
         else:
             logger.warning(
-                f"deepspeed-muon: the universal checkpoint has no settings for group {group['name']}, which uses "
-                "those of the config; the converter saves the settings of one pipeline stage only, and that stage has "
-                "no such group"
+                f"deepspeed-muon: the universal checkpoint has no settings for parameter group {group['name']}, "
+                "because DeepSpeed's converter keeps those of one pipeline stage only; the group uses the config's "
+                "settings, so check its learning rate"
             )
 
 
@@ -289,5 +289,5 @@ def _warn_of_what_stays(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         logger.warning(
             f"deepspeed-muon: a universal checkpoint restores only trained parameters: {len(frozen)} frozen ones and "
             f"{len(buffers)} buffers keep the values with which the model was built (first: "
-            f"{', '.join([*frozen, *buffers][:3])})"
+            f"{', '.join([*frozen, *buffers][:3])}); build the model from the same pretrained weights as before"
         )

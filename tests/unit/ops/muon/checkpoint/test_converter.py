@@ -116,7 +116,7 @@ def test_a_load_without_a_universal_checkpoint_says_what_is_there(tmp_path: Path
     lacks += "(no file latest_universal); "
     assert errors == others
     removed = "remove that key to load the checkpoint saved"
-    assert errors == [f"{lacks}it has no other checkpoint either", lacks + removed]
+    assert errors == [f"{lacks}it has no other checkpoint either, so check load_dir", lacks + removed]
     assert all("the checkpoint universal has no manifest" in line for line in said) and len(said) == 2 and silent == []
 
 
