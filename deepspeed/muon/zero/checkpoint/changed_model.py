@@ -47,16 +47,16 @@ MAX_QUOTED = 600
 
 @dataclass(frozen=True)
 class Renames:
-    """A function that turns a parameter name of a checkpoint into the name that this model uses.
+    """A callable that turns the name of a parameter in the checkpoint into its name in this model.
 
-    ``pairs``: (regular expression, replacement). The first expression that is found in a name is replaced. If none is
-    found, the name stays.
+    ``pairs``: (regular expression, replacement). Only the first expression that is found in a name is applied. If none
+    is found, the name stays as it is.
     """
 
     pairs: tuple[tuple[re.Pattern[str], str], ...] = ()
 
     def __call__(self, name: str) -> str:
-        """Return what this model calls the parameter that the checkpoint calls ``name``."""
+        """Return the parameter's name in this model."""
         for pattern, replacement in self.pairs:
             if pattern.search(name):
                 return pattern.sub(replacement, name)
@@ -64,12 +64,13 @@ class Renames:
 
 
 def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
-    """Return the value of ``muon_changed_model`` in ``section``, the section ``checkpoint`` of a ds_config.
+    """Return the :class:`Renames` of a load by parameter names; ``None`` if the ds_config does not allow such a load.
 
-    ``None`` means "error", the default: do not load a checkpoint of another model. For "match" there are no renames.
+    ``section``: the ds_config's section ``checkpoint``. Its key ``muon_changed_model`` is "error" (the default: do not
+    allow it), "match" (no renames) or {"rename": {pattern: replacement}}.
 
     Raises:
-        MuonConfigError: the value is neither "error", "match" nor {"rename": {pattern: replacement}}.
+        MuonConfigError: that key has another value, or the section has another key that begins with "muon".
     """
     name = KEY.partition(".")[2]
     if wrong := [key for key in section or () if key.startswith("muon") and key != name]:
@@ -94,10 +95,7 @@ def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
 
 
 class ModelFiles:
-    """The parameters and buffers in a checkpoint's ``*model_states.pt`` files.
-
-    At ZeRO stage 3 these files contain only frozen parameters and buffers, at stages 0 to 2 all parameters.
-    """
+    """The parameters and buffers in a checkpoint's ``*model_states.pt`` files; at stage 3 no trained parameters."""
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*model_states.pt"), key=lambda file: list(map(int, re.findall(r"\d+", file.name))))
@@ -123,9 +121,9 @@ class ModelFiles:
 
 
 class MatchedFolder(Folder):
-    """A universal checkpoint whose methods take the parameter names of this model instead of the saved names.
+    """A universal checkpoint whose parameters are looked up by their names in this model instead of their saved names.
 
-    ``renames`` turns saved names into this model's. ``title``: what log messages call the checkpoint.
+    ``title``: what log messages call the checkpoint.
     """
 
     def __init__(self, folder: str, renames: Renames, title: str) -> None:
@@ -142,7 +140,7 @@ class MatchedFolder(Folder):
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return the parameter's weight or the state called ``key``, whole; an empty tensor if it was not saved."""
+        """Return a parameter's weight (``key="fp32"``) or its state ``key``; an empty tensor if that was not saved."""
         if name in self.is_muon:
             return super().read(self.saved_names[name], key)
         value = self.files.read(self.saved_names.get(name, name)) if key == WEIGHT else None
@@ -158,12 +156,10 @@ class MatchedFolder(Folder):
 
 @dataclass(frozen=True)
 class Match:
-    """What a load by parameter names will do.
+    """The plan of a load by parameter names, which :func:`match` returns.
 
-    Attributes:
-        folder: the checkpoint.
-        actions: {parameter name: what :func:`write_state` does with its state}.
-        outcomes: {text for the log: names of the parameters to which it applies}.
+    ``actions``: parameter name -> "kept", "zero" or "first_moment" (of AdamW, as momentum): what becomes of its state.
+    ``outcomes``: text for the log, such as "weight and state as saved" -> names of the parameters that it describes.
     """
 
     folder: MatchedFolder
@@ -172,14 +168,13 @@ class Match:
 
 
 def match(engine: Any, path: str, renames: Renames, title: str, load_states: bool) -> Match:
-    """Match the parameters of a universal checkpoint with those of the engine's model by name; load nothing yet.
+    """Plan how to load the universal checkpoint in the folder ``path`` by parameter names. Nothing is loaded yet.
 
-    ``path``: the checkpoint's folder. ``title``: what log messages call it. ``load_states``: whether optimizer
-    states will be loaded too.
+    ``title``: what log messages call the checkpoint. ``load_states``: whether optimizer states are to be loaded too.
 
     Raises:
-        CheckpointError: a parameter has another shape (AdamW's may have more or fewer rows, such as an embedding), or
-            ``renames`` gives two saved parameters the same name.
+        CheckpointError: a parameter has another shape, or ``renames`` gives two saved parameters the same name. Only
+            the number of rows may differ, if AdamW updates the parameter in both runs (an embedding, for example).
     """
     folder, optimizer = MatchedFolder(path, renames, title), engine.basic_optimizer
     if len(folder.saved_names) < len(folder.files.shapes):
@@ -216,13 +211,13 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
 
 
 def _differs_in_rows(spec: MatrixSpec, saved: tuple[int, ...], folder: MatchedFolder) -> bool:
-    """Return whether AdamW updates the parameter, and ``saved``, its saved shape, differs at most in the first size."""
+    """Return whether the shapes differ at most in the number of rows, and AdamW updates the parameter in both runs."""
     is_adamw = not spec.use_muon and not folder.is_muon.get(spec.name, False)
     return is_adamw and len(saved) == len(spec.shape) >= 1 and saved[1:] == spec.shape[1:]
 
 
 def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> tuple[str, str]:
-    """Return (action of :func:`write_state` for the parameter's state, text for the log) for a trained parameter."""
+    """Return ("kept", "zero" or "first_moment", text for the log) for a trained parameter; see :class:`Match`."""
     if spec.name not in folder.is_muon:
         return "zero", "state new, weight as saved" if spec.name in folder.shapes else "new, as the model was built"
     was_muon = folder.is_muon[spec.name]
@@ -240,10 +235,7 @@ def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> t
 
 
 def refuse_changed(engine: Any) -> None:
-    """Raise CheckpointError if the engine uses pipelines, tensor parallelism or experts.
-
-    With these a checkpoint cannot be loaded by parameter names.
-    """
+    """Raise CheckpointError if the engine cannot load by names: with pipelines, tensor parallelism or MoE layers."""
     found = [
         name
         for name, is_used in (
@@ -264,15 +256,15 @@ def refuse_changed(engine: Any) -> None:
 def loading_by_name(
     engine: Any, arguments: Mapping[str, Any], renames: Renames
 ) -> Iterator[Callable[[Callable], tuple[Any, Any]]]:
-    """Match a checkpoint with the model by parameter names, and yield a function that loads it; a collective.
+    """Plan a load by parameter names, and yield a function that carries it out; a collective.
 
-    The function takes DeepSpeed's ``load_checkpoint`` and returns its result, (path, client_state). A checkpoint that
-    is not universal is converted to a temporary universal one.
+    Pass DeepSpeed's ``load_checkpoint`` to the function, which returns (path, client_state). A checkpoint that is not
+    universal is converted to a temporary universal one.
 
-    ``arguments``: the arguments of ``load_checkpoint``, name -> value.
+    ``arguments``: {name of an argument of ``load_checkpoint``: value}.
 
     Raises:
-        CheckpointError: the checkpoint cannot be converted or matched. All ranks raise this before the engine changes.
+        CheckpointError: on all ranks, before the engine changes, if the checkpoint cannot be converted or matched.
     """
     refuse_changed(engine)
     saved, load_states = Path(arguments["load_dir"], arguments["tag"]), loads_states(arguments)
@@ -306,10 +298,7 @@ def loading_by_name(
 
 @contextmanager
 def _universal(engine: Any, saved: Path) -> Iterator[Path]:
-    """Yield the folder of a universal checkpoint with the contents of ``saved``.
-
-    If ``saved`` is not universal, this is a temporary copy, which is deleted when the context ends.
-    """
+    """Yield the path of ``saved`` if the config sets ``load_universal``, otherwise of a temporary universal copy."""
     if engine.load_universal_checkpoint():
         yield saved
         return
@@ -329,7 +318,7 @@ def _convert(engine: Any, saved: Path, target: Path) -> None:
         return
     logger.info("deepspeed-muon: converting the checkpoint %s to a universal one, to load it by parameter names", saved)
     shutil.rmtree(target.parent, ignore_errors=True)
-    if not any(saved.glob("*_optim_states.pt")):
+    if not any(saved.glob("*_optim_states.pt")):  # stage 0, which DeepSpeed's converter does not know
         stage0_conversion.convert(saved, target)
         return
     module = "deepspeed.checkpoint.ds_to_universal"
@@ -353,7 +342,7 @@ def _in_universal_mode(engine: Any) -> Iterator[None]:
 
 
 def _check_schedule(engine: Any, arguments: Mapping[str, Any], files: ModelFiles) -> None:
-    """Raise CheckpointError if the run loads a schedule, but the checkpoint has none for the same number of groups."""
+    """Raise CheckpointError if the learning-rate schedule to load was not saved, or has another number of groups."""
     if engine.lr_scheduler is None or not loads_states(arguments, "lr_scheduler"):
         return
     saved = files.lr_scheduler
@@ -371,6 +360,7 @@ def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load
     """Load a universal checkpoint at stage 0, which DeepSpeed cannot do; return (path, client_state)."""
     folder, tag, *_ = options["load_dir"], options["tag"]
     rest = {key: value for key, value in options.items() if key not in ("engine", "self", "load_dir", "tag")}
+    # DeepSpeed loads the counters and the schedule.
     path, client_state = engine._load_checkpoint(folder, tag, **rest | {"load_optimizer_states": False})
     client_state.pop("optimizer", None)
     load_weights_and_states(engine.muon_adapter, found.folder, found.actions, load_states)

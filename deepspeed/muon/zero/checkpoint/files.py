@@ -319,7 +319,7 @@ class SafeFiles(CheckpointEngine):
                 self._repoint_latest()
 
     def _repoint_latest(self) -> None:
-        """Replace this failed save's tag in ``latest`` by the newest complete tag; if there is none, remove ``latest``."""
+        """Replace this failed save's tag in ``latest`` by the newest complete tag; without one, remove ``latest``."""
         latest = self.save_dir / "latest"
         if not latest.is_file() or latest.read_text().strip() != self.tag:
             return
