@@ -297,7 +297,8 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):
         change = f"lr_ratio = {current['lr_ratio']} from the config; the checkpoint has {ratio}"
         logger.warning(
-            "deepspeed-muon: checkpoint and config differ; parameter group %s continues with %s",
+            "deepspeed-muon: checkpoint and config differ in a setting of parameter group %s, which continues with %s; "
+            "to use the checkpoint's value, write the learning rates of the saved run into the config",
             current.get("name"),
             change,
         )
@@ -311,7 +312,8 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
         if key in current and key not in silent and value != current[key]:
             change = f"{key} = {value} from the checkpoint; the config has {current[key]}"
             logger.warning(
-                "deepspeed-muon: checkpoint and config differ; parameter group %s continues with %s",
+                "deepspeed-muon: checkpoint and config differ in a setting of parameter group %s, which continues with "
+                "%s; to use the config's value, set it in engine.optimizer.param_groups after load_checkpoint",
                 current.get("name"),
                 change,
             )

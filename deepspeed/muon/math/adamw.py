@@ -28,7 +28,7 @@ STARTED = "started_at"
 def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
     """Return ``state``, the AdamW state of ``tensor``. If it is empty, first fill it with zeros.
 
-    Its keys are ``exp_avg`` and ``exp_avg_sq``, of the tensor's shape and dtype, and ``step``, fp32, 0-D.
+    The keys are ``exp_avg`` and ``exp_avg_sq``, with the tensor's shape and dtype, and ``step``, an fp32 scalar tensor.
     """
     if "exp_avg" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
@@ -40,13 +40,10 @@ def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
 def step(
     tensors: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any], decoupled: bool
 ) -> None:
-    """Make one step of AdamW or Adam for tensors that all have a gradient. Update weights and states in place.
+    """Make one step of AdamW (``decoupled``) or of Adam with an L2 term, and update weights and states in place.
 
-    Args:
-        tensors: the tensors to update.
-        states: the state of each tensor, from :func:`state_of`.
-        group: the parameter group with its settings, such as ``lr``.
-        decoupled: true for AdamW's decoupled weight decay; false for Adam's, which adds an L2 term to the gradient.
+    All ``tensors`` must have a gradient. ``states``: the state of each tensor, from :func:`state_of`. ``group``: the
+    parameter group with its settings, such as ``lr``.
     """
     grads = [p.grad for p in tensors if p.grad is not None]
     means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
@@ -54,10 +51,10 @@ def step(
 
 
 def steps_missed(group: Mapping[str, Any], fragment: Fragment) -> int:
-    """Return the number of steps of a tensor that one of its parameters did not take part in; mostly 0.
+    """Return how many steps a ZeRO tensor had made before AdamW updated one of its parameters for the first time.
 
-    ZeRO's tensors hold many parameters but count their steps only once. A parameter that was frozen at first has made
-    fewer of them, which ``group`` stores under :data:`STARTED`. ``fragment``: a part of the parameter.
+    Example: 100 for a parameter that was frozen during the first 100 steps; 0 for most. ``group``: the parameter group,
+    which stores these numbers (:data:`STARTED`). ``fragment``: any part of the parameter.
     """
     return group.get(STARTED, {}).get(fragment.name.partition("@")[0], 0)
 
@@ -65,9 +62,10 @@ def steps_missed(group: Mapping[str, Any], fragment: Fragment) -> int:
 def step_by_parameter(
     tensor: Tensor, state: dict[str, Any], group: Mapping[str, Any], decoupled: bool, fragments: Sequence[Fragment]
 ) -> None:
-    """Do the same as :func:`step` for one contiguous tensor whose parameters have made different numbers of steps.
+    """Make one step of AdamW or Adam for a contiguous tensor whose parameters have made different numbers of steps.
 
-    ``fragments``: the parts of parameters that the tensor holds. Padding between them does not change.
+    ``fragments``: the parts of parameters that the tensor holds; padding between them does not change. The other
+    arguments are those of :func:`step`, for one tensor.
     """
     assert tensor.grad is not None
     stored = [x.reshape(-1) for x in (tensor.data, tensor.grad, state["exp_avg"], state["exp_avg_sq"])]
@@ -80,7 +78,7 @@ def step_by_parameter(
 
 
 def is_contiguous_bf16(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous and bf16. :func:`step_in_bf16` updates such tensors."""
+    """Return whether a tensor is contiguous and bf16, so that :func:`step_in_bf16` can update it."""
     return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
 
 
@@ -93,14 +91,9 @@ def step_in_bf16(
     kernels: Operations,
     work: Workspace,
 ) -> None:
-    """Do the same as :func:`step` for one contiguous bf16 tensor, with fp32 arithmetic.
+    """Make one step of AdamW or Adam in fp32 for a contiguous bf16 tensor; round weights and moments stochastically.
 
-    The new weights and moments are rounded stochastically to bf16.
-
-    Args:
-        fragments: the parts of parameters that the tensor holds. Padding between them does not change.
-        kernels: the kernels that round.
-        work: allocates the fp32 copies.
+    ``kernels`` do the rounding. ``work`` allocates fp32 copies. Other arguments: see :func:`step_by_parameter`.
     """
     assert tensor.grad is not None
     grad, done = tensor.grad.reshape(-1), state["step"].clone()
@@ -126,10 +119,7 @@ def _update(
     group: Mapping[str, Any],
     decoupled: bool,
 ) -> None:
-    """Call torch's functional ``adamw`` if ``decoupled``, otherwise ``adam``, which update their arguments in place.
-
-    ``means``, ``squares``: ``exp_avg`` and ``exp_avg_sq`` of each tensor. ``steps``: increased by 1.
-    """
+    """Call torch's functional ``adamw`` (if ``decoupled``) or ``adam``. Both update tensors and ``steps`` in place."""
     if not tensors:
         return
     if not group.get("bias_correction", True):  # a checkpoint of an older version has no such key
@@ -154,10 +144,10 @@ def has_fused_kernel(device_type: str) -> bool:
 
 
 def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], fragment: Fragment) -> Tensor:
-    """Return the sum of squares of AdamW's last update of some elements, fp32, 0-D, for the monitor.
+    """Return the sum of squares of AdamW's last update of one fragment, as an fp32 scalar tensor.
 
-    The update is taken at learning rate 1 and without weight decay. ``fragment``: the elements, a part of a parameter.
-    ``state``: the state of the tensor that holds these elements, after the step.
+    The update is m / (sqrt(v) + eps) with bias correction: without the learning rate and weight decay. ``state``: the
+    state, after the step, of the tensor that holds the fragment.
     """
     (beta1, beta2), steps = group["betas"], float(state["step"]) - steps_missed(group, fragment)
     start, length = fragment.position, fragment.numel
@@ -173,5 +163,5 @@ def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], fragment:
 
 
 def _real(x: Tensor) -> Tensor:
-    """Return ``x`` if it is real, otherwise a view of its real and imaginary parts, which AdamW updates separately."""
+    """Return ``x`` if it is real, otherwise a real view of its real and imaginary parts."""
     return torch.view_as_real(x) if x.is_complex() else x

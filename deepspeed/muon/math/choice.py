@@ -28,13 +28,11 @@ Rates = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The method and the kernels that orthogonalize all matrices of one shape and of its transpose.
+    """The Newton-Schulz method and the kernels for all matrices of one shape and of its transpose.
 
-    Args:
-        method: ``standard`` or ``gram``; see :func:`deepspeed.muon.math.newton_schulz.orthogonalize`.
-        square, product, multiply: names of the kernel tables that compute the three kinds of matrix products (see
-            :class:`deepspeed.muon.math.newton_schulz.Products`), such as ``torch``. They differ only in checkpoints of
-            version 0.2.0 and older.
+    ``method``: ``standard`` or ``gram``. ``square``, ``product``, ``multiply``: for each kind of matrix product (see
+    :class:`deepspeed.muon.math.newton_schulz.Products`), the name of the kernel table, a set of kernels such as
+    ``torch``, that computes it. The three names differ only in checkpoints of version 0.2.0 and older.
     """
 
     method: str
@@ -44,7 +42,7 @@ class Recipe:
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of the kernel tables that the recipe uses, such as ``{"torch"}``."""
+        """Return the names of the recipe's kernel tables (sets of kernels), such as ``{"torch"}``."""
         return {self.square, self.product, self.multiply}
 
     def __str__(self) -> str:
@@ -53,21 +51,22 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Choice:
-    """The way Newton-Schulz runs in one training run: the dtype of its products, and a :class:`Recipe` for each shape.
+    """How Newton-Schulz runs in one training run. Checkpoints store it, so that a resumed run computes the same bits.
 
-    ``dtype``: a key of :data:`DTYPES`, such as ``bf16``. ``recipes``: shape key, such as ``16x64`` -> recipe.
+    ``dtype``: dtype of the matrix products, a key of :data:`DTYPES`. ``recipes``: :func:`shape_key`, such as ``16x64``
+    -> :class:`Recipe`.
     """
 
     dtype: str
     recipes: Mapping[str, Recipe]
 
     def recipe(self, rows: int, cols: int) -> Recipe:
-        """Return the choice's recipe for matrices of this shape or of its transpose."""
+        """Return the :class:`Recipe` for matrices of this shape or of its transpose."""
         return self.recipes[shape_key(rows, cols)]
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of the kernel tables that the choice's recipes use, such as ``{"torch"}``."""
+        """Return the names of the kernel tables (sets of kernels) in the choice's recipes, such as ``{"torch"}``."""
         return set().union(*(recipe.tables for recipe in self.recipes.values()))
 
     def as_json(self) -> dict[str, Any]:
@@ -75,10 +74,9 @@ class Choice:
         return {"dtype": self.dtype, "shapes": {key: asdict(recipe) for key, recipe in self.recipes.items()}}
 
     def with_methods(self, methods: Mapping[str, str]) -> Choice:
-        """Return a copy of the choice in which ``methods`` replaces the methods of its recipes.
+        """Return a copy of the choice with other methods for some shapes: ``{"16x64": "gram"}`` changes one recipe.
 
-        ``methods``: shape key -> method, such as ``{"16x64": "gram"}``; other shapes keep their method. Checkpoints of
-        version 0.1.0 store only such a dict.
+        Checkpoints of version 0.1.0 store only such a dict.
         """
         changed = {key: replace(self.recipes[key], method=methods[key]) for key in self.recipes.keys() & methods.keys()}
         return Choice(self.dtype, {**self.recipes, **changed})
@@ -92,16 +90,16 @@ def shape_key(rows: int, cols: int) -> str:
 def choice_from_json(saved: Mapping[str, Any]) -> Choice:
     """Return the :class:`Choice` that :meth:`Choice.as_json` has converted to ``saved``.
 
-    Call :func:`unknown_in_choice` first, to find out whether ``saved`` is valid.
+    Check ``saved`` with :func:`unknown_in_choice` first.
     """
     return Choice(saved["dtype"], {key: Recipe(**recipe) for key, recipe in saved["shapes"].items()})
 
 
 def unknown_in_choice(saved: Any) -> list[str]:
-    """Return a text for the dtype and each method in a saved ``ns_choice`` that this version does not know.
+    """Return the dtype and methods in a saved choice that this version does not know; an empty list if it knows all.
 
-    An empty list means that the choice is valid. If ``saved`` is not a choice at all, the list contains
-    ``repr(saved)``. Names of kernel tables are not checked, because another machine may have other tables.
+    Example: ``["'fp8'", "'quintic' for 8x8"]``. If ``saved`` is not a choice at all, return ``[repr(saved)]``. Names of
+    kernel tables are not checked, because another machine may have other tables.
     """
     try:
         choice = choice_from_json(saved)
@@ -114,8 +112,7 @@ def unknown_in_choice(saved: Any) -> list[str]:
 def unknown_methods(methods: Any) -> list[str]:
     """Return a text, such as ``"'quintic' for 8x8"``, for each method that this version does not know.
 
-    An empty list means that all are known. ``methods``: shape key -> method, as checkpoints store it. If it is not a
-    mapping, the list contains ``repr(methods)``.
+    ``methods``: shape key -> method, from a checkpoint. If it is not a mapping, return ``[repr(methods)]``.
     """
     if not isinstance(methods, Mapping):
         return [repr(methods)]
@@ -125,15 +122,11 @@ def unknown_methods(methods: Any) -> list[str]:
 def fewest_operations(
     shapes: Collection[Shape], schedule: Schedule, dtype: str, methods: Sequence[str] = METHODS, table: str = TORCH
 ) -> Choice:
-    """Return the choice that uses, for each shape, the method with the fewest floating-point operations.
+    """Return the :class:`Choice` that uses, for each shape, the method with the fewest floating-point operations.
 
-    Args:
-        shapes: (rows, columns) of the matrices.
-        schedule: coefficients of Newton-Schulz.
-        dtype: dtype of the products, a key of :data:`DTYPES`.
-        methods: the methods to choose from, the default first. Another method is chosen only if the default takes more
-            than ``MARGIN`` times its operations.
-        table: name of the kernel table for all products.
+    The first of ``methods`` is the default. Another method is chosen only if the default needs more than :data:`MARGIN`
+    times as many operations. ``shapes``: (rows, columns) of the matrices. ``dtype``: dtype of the matrix products, a
+    key of :data:`DTYPES`. ``table``: name of the kernel table (set of kernels) for all products.
     """
     default, *others = methods
     recipes = {}
@@ -151,9 +144,9 @@ def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dty
 
 
 def lowest_rates(rates: Sequence[Rates]) -> Rates:
-    """Return the lowest rate among the ranks for each pair of dtype and kernel table that all ranks have timed.
+    """Return the lowest rate of any rank for each dtype and kernel table (set of kernels), as :data:`Rates`.
 
-    ``rates``: the :data:`Rates` of each rank.
+    ``rates``: the rates of each rank. A table that some rank has not timed is left out.
     """
     return {
         dtype: {
@@ -168,19 +161,16 @@ def lowest_rates(rates: Sequence[Rates]) -> Rates:
 def fastest_choice(
     rates: Rates, shapes: Mapping[Shape, int], schedule: Schedule, methods: Sequence[str] = METHODS
 ) -> Choice | None:
-    """Return the choice whose dtype and kernel table need the least time for all matrices of a model.
+    """Return the :class:`Choice` with the dtype and kernel table that need the least time for all matrices of a model.
 
-    Times within a factor of ``MARGIN`` count as equal. Then the more exact dtype wins, and for one dtype the table that
-    comes first in ``rates``, plain PyTorch's.
+    Times within a factor of :data:`MARGIN` count as equal. Of equally fast choices, take the one with the more exact
+    dtype; with the same dtype, the one whose kernel table (set of kernels) comes first in ``rates``.
 
     Args:
-        rates: speeds of the kernels, from :func:`lowest_rates`.
+        rates: speeds of the kernels, from :func:`lowest_rates`; if empty, return ``None``.
         shapes: (rows, columns) -> number of matrices of this shape in the model.
         schedule: coefficients of Newton-Schulz.
         methods: the methods to choose from, the default first.
-
-    Returns:
-        The choice; ``None`` if ``rates`` is empty.
     """
     best: Choice | None = None
     least = 0.0
@@ -196,14 +186,8 @@ def fastest_choice(
 def predicted_seconds(rates: Rates, choice: Choice, shapes: Mapping[Shape, int], schedule: Schedule) -> float | None:
     """Return the seconds that Newton-Schulz is expected to take on one device for all matrices of a model.
 
-    Args:
-        rates: speeds of the kernels, from :func:`lowest_rates`.
-        choice: dtype, methods and kernels.
-        shapes: (rows, columns) -> number of matrices of this shape in the model.
-        schedule: coefficients of Newton-Schulz.
-
-    Returns:
-        The seconds; ``None`` if ``rates`` lacks a kernel table that the choice uses.
+    ``rates``: speeds of the kernels, from :func:`lowest_rates`. If they lack a kernel table that ``choice`` uses,
+    return ``None``. ``shapes``: (rows, columns) -> number of matrices of this shape in the model.
     """
     known = rates.get(choice.dtype, {})
     if not choice.tables <= known.keys():

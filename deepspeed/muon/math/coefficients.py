@@ -31,10 +31,7 @@ YOU: Schedule = (
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """Return the schedule that maps every matrix X to the same result to which ``schedule`` maps X / ``factor``.
-
-    With it, matrices need not be divided by ``factor`` before the first step.
-    """
+    """Return a schedule whose result for X is the result of ``schedule`` for X / ``factor``."""
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
@@ -83,17 +80,18 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
 
     Args:
         coefficients: a key of :data:`NAMED`, such as ``simple``, or a sequence of (a, b, c) triples.
-        steps: how often to repeat a single triple; ``None``: :data:`DEFAULT_STEPS` times. For several triples it must
+        steps: how often to repeat a single triple; ``None``: :data:`DEFAULT_STEPS` times. With several triples, it must
             be ``None`` or their number.
 
     Raises:
-        ValueError: the name is unknown, or ``steps`` is not the number of several triples.
+        ValueError: the name is unknown, or ``steps`` is not the number of triples.
     """
     if isinstance(coefficients, str):
         if coefficients not in NAMED:
             names = ", ".join(sorted(NAMED))
             raise ValueError(
-                f"coefficients: no schedule has the name {coefficients!r}; pass one of {names}, or triples"
+                f"coefficients: no schedule has the name {coefficients!r}; pass one of {names}, "
+                "or a list of (a, b, c) triples"
             )
         triples = NAMED[coefficients]
     else:
@@ -114,11 +112,10 @@ MAX_SHIFT, STEPS_AHEAD = 0.06, 3
 
 
 class Rounding(NamedTuple):
-    """The error that one dtype's rounding causes in a Gram matrix, as :func:`segments` assumes it.
+    """The rounding error of a Gram matrix in one dtype, as :func:`segments` assumes it.
 
-    Args:
-        error, least: an eigenvalue r of the Gram matrix is off by ``error * max(r, least)``.
-        longest: maximum number of steps between two restarts of the Gram iteration.
+    An eigenvalue r is off by ``error * max(r, least)``. ``longest``: largest number of steps without a restart, which
+    computes the Gram matrix again.
     """
 
     error: float
@@ -137,11 +134,8 @@ ROUNDING = {"bf16": Rounding(2.0**-7, 0.0, 2), "fp16": Rounding(2.0**-10, 1.0, 3
 def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
     """Return the numbers of steps between restarts of method ``gram``, such as ``(2, 2, 1)`` for five steps.
 
-    A restart computes the Gram matrix R = X X^T again from X. Between restarts only small matrices are multiplied. They
-    drift away from X by rounding. A polynomial that is steep at the largest singular values amplifies the drift, and
-    the next step may then diverge. So the numbers are the largest for which the drift stays below :data:`MAX_SHIFT`.
-
-    ``dtype``: dtype of the products, a key of :data:`ROUNDING`.
+    A restart computes the Gram matrix X X^T from X again. Each number is the largest for which rounding moves no
+    singular value by more than :data:`MAX_SHIFT`. ``dtype``: dtype of the matrix products, a key of :data:`ROUNDING`.
     """
     found: list[int] = []
     done, rounding = 0, ROUNDING[dtype]
@@ -154,14 +148,10 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 
 def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
-    """Return the largest shift of a singular value that rounding can cause in some steps without a restart.
-
-    NaN means that a value diverges. All rounding errors of the Gram matrices are assumed to have the same sign.
-    ``first``, ``length``: index of the first of these steps, and their number.
-    """
+    """Return how far rounding can move a singular value in ``length`` steps from step ``first``; NaN if it diverges."""
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0
-    for error in (-rounding.error, rounding.error):
+    for error in (-rounding.error, rounding.error):  # assume that all errors have the same sign
         for i in range(1001):
             start = value = _map(schedule[:first], i / 1000)
             square = start * start

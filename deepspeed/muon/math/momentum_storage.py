@@ -21,13 +21,10 @@ State = dict[str, Any]
 
 
 class Fragment(NamedTuple):
-    """A contiguous part of a parameter that a tensor holds, such as ZeRO's flat partition.
+    """A contiguous part of a parameter inside a tensor that holds many parameters, such as ZeRO's flat partition.
 
-    Args:
-        name: name of the parameter.
-        first: index of the part's first element in the flat parameter.
-        position: index of the part's first element in the tensor.
-        numel: number of elements in the part.
+    ``name``: name of the parameter. ``first``: index of the part's first element in the flattened parameter.
+    ``position``: index of the same element in the tensor. ``numel``: number of elements.
     """
 
     name: str
@@ -39,10 +36,8 @@ class Fragment(NamedTuple):
 class Blocks:
     """The quantization blocks of one tensor's int8 momentum. All elements of a block share one scale.
 
-    Each parameter in the tensor begins a new block. So its momentum does not depend on the parameters before and after
-    it. It does not depend on padding either, which may contain anything, even NaN.
-
-    ``fragments``: the parts of parameters that the tensor holds. Methods take ``state``, the tensor's optimizer state.
+    Each parameter in the tensor begins a new block. So the momentum of a parameter does not depend on its neighbors in
+    the tensor, nor on padding, which may be NaN. ``fragments``: the parts of parameters that the tensor holds.
     """
 
     def __init__(self, fragments: Iterable[Fragment]) -> None:
@@ -53,23 +48,21 @@ class Blocks:
         self.count = self._ends[-1]
 
     def parts(self, state: State) -> Iterator[tuple[Fragment, Tensor, Tensor]]:
-        """Yield (fragment, its int8 codes, the largest magnitude of each of its blocks) for each fragment.
+        """Yield (fragment, codes, magnitudes) for each :class:`Fragment` in the tensor.
 
-        Codes and magnitudes are 1-D views into ``state``, the tensor's optimizer state.
+        ``codes``: the fragment's momentum, int8. ``magnitudes``: the largest magnitude in each of the fragment's
+        quantization blocks, fp32. Both are 1-D views into ``state``, the tensor's optimizer state.
         """
         codes = state[CODES].view(-1)
         for fragment, (start, end) in zip(self.fragments, pairwise(self._ends), strict=True):
             yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
 
     def fragment_at(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
-        """Return where the momentum of ``numel`` elements of the tensor, from index ``start`` on, is stored.
+        """Return (fragment, codes, magnitudes, skipped) for ``numel`` elements of the tensor from index ``start`` on.
 
-        The elements must belong to one fragment. ``state``: the tensor's optimizer state.
-
-        Returns:
-            (fragment, codes, magnitudes, skipped): the fragment; the int8 codes of these elements; the largest
-                magnitude of each block that contains some of them; and how many elements of the first of these blocks
-                come before ``start``. Codes and magnitudes are 1-D views into ``state``.
+        The elements must belong to one fragment. ``codes``: their momentum, int8. ``magnitudes``: the largest magnitude
+        of each quantization block that contains some of them, fp32. ``skipped``: number of elements of the first block
+        before ``start``. Codes and magnitudes are 1-D views into ``state``, the tensor's optimizer state.
         """
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)
@@ -78,16 +71,13 @@ class Blocks:
         return self.fragments[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return the momentum of elements ``start`` to ``stop - 1`` of the tensor as fp32, 1-D, on ``device``.
-
-        Padding has momentum zero. ``state``: the tensor's optimizer state.
-        """
+        """Return the momentum of the tensor's elements ``start`` to ``stop - 1`` as fp32, 1-D; padding becomes zero."""
         return self.read_into(torch.zeros(stop - start, dtype=torch.float32, device=device), state, start)
 
     def read_into(self, result: Tensor, state: State, start: int = 0) -> Tensor:
         """Write the momentum of the tensor's elements from index ``start`` on to ``result``, and return ``result``.
 
-        ``result``: fp32, 1-D. Its entries for padding do not change. ``state``: the tensor's optimizer state.
+        ``result``: fp32, 1-D. Its entries for padding do not change.
         """
         stop = start + result.numel()
         for fragment, codes, absmax in self.parts(state):
@@ -104,8 +94,7 @@ class Blocks:
     def write(self, state: State, start: int, values: Tensor) -> None:
         """Quantize ``values``, 1-D, and store them as the momentum of the tensor's elements from index ``start`` on.
 
-        They are rounded to nearest. Every fragment must be covered as a whole or not at all. ``state``: the tensor's
-        optimizer state.
+        Values are rounded to nearest. For each :class:`Fragment`, they must contain all elements or none.
         """
         stop = start + values.numel()
         for fragment, codes, absmax in self.parts(state):
@@ -128,10 +117,9 @@ def whole_parameter(tensor: Tensor) -> Blocks:
 def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable[[Tensor], Blocks]) -> State:
     """Return ``state``, the Muon state of ``tensor``. If it has no momentum, add ``step`` and a momentum of zeros.
 
-    ``step`` is fp32, 0-D, on the CPU. The momentum is ``momentum_buffer``, of the tensor's shape. In int8 it is
-    ``momentum_codes``, of the tensor's shape, and ``momentum_absmax``, fp32, one element for each quantization block.
-
-    ``momentum_dtype``: ``fp32``, ``bf16`` or ``int8``, as in the config. ``blocks``: function that returns a tensor's
+    ``step`` is an fp32 scalar tensor on the CPU. The momentum is ``momentum_buffer``, with the tensor's shape. An int8
+    momentum is ``momentum_codes``, with the tensor's shape, and ``momentum_absmax``, fp32, one element for each
+    quantization block. ``momentum_dtype``: as for :func:`storage_dtype`. ``blocks``: function that returns a tensor's
     quantization blocks; called only for int8.
     """
     if MOMENTUM not in state and CODES not in state:
@@ -146,10 +134,7 @@ def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable
 
 
 def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
-    """Return an int8 momentum of zeros, the entries ``momentum_codes`` and ``momentum_absmax`` of a tensor's state.
-
-    ``shape``: shape of the tensor. ``blocks``: the tensor's quantization blocks.
-    """
+    """Return an int8 momentum of zeros: the entries ``momentum_codes`` and ``momentum_absmax`` of a tensor's state."""
     return {
         CODES: torch.zeros(shape, dtype=torch.int8, device=device),
         ABSMAX: torch.zeros(blocks.count, dtype=torch.float32, device=device),

@@ -39,12 +39,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class Products(NamedTuple):
-    """The number of matrix products of each kind in Newton-Schulz on one matrix X.
+    """How many matrix products of each kind Newton-Schulz takes for one matrix X.
 
-    Args:
-        square: products X X^T.
-        product: products of two small symmetric matrices, such as powers of X X^T.
-        multiply: products P X of a small symmetric matrix P and X.
+    ``square``: products X X^T. ``product``: products of two small symmetric matrices, such as powers of X X^T.
+    ``multiply``: products P X with a small symmetric matrix P.
     """
 
     square: int = 0
@@ -53,10 +51,10 @@ class Products(NamedTuple):
 
 
 def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
-    """Yield the kinds of Newton-Schulz's matrix products, in the order in which they are computed.
+    """Yield the kind of each matrix product in Newton-Schulz, in the order in which they are computed.
 
     A kind is the name of a field of :class:`Products`, such as ``square``. ``method``: ``standard`` or ``gram``.
-    ``dtype``: dtype of the products, such as ``bf16``, which decides when ``gram`` restarts.
+    ``dtype``: dtype of the products, a key of :data:`DTYPES`, which decides when ``gram`` restarts.
     """
     step = 0
     for length in (1,) * len(schedule) if method == "standard" else segments(schedule, dtype):
@@ -69,10 +67,7 @@ def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
 
 
 def products(schedule: Schedule, method: str, dtype: str) -> Products:
-    """Return how many matrix products of each kind Newton-Schulz takes to orthogonalize one matrix.
-
-    ``method``: ``standard`` or ``gram``. ``dtype``: dtype of the products, such as ``bf16``.
-    """
+    """Return how many matrix products of each kind Newton-Schulz takes; arguments as for :func:`product_order`."""
     return Products(**Counter(product_order(schedule, method, dtype)))
 
 
@@ -87,13 +82,11 @@ def flops(
 ) -> int:
     """Return the number of floating-point operations that each owner of a matrix makes to orthogonalize it once.
 
-    The owners of a matrix are the ranks that run Newton-Schulz on it, each on a slice along the longer side. A single
-    owner of an m x n matrix with m <= n makes, with the schedule ``simple``, 20 m^2 n + 10 m^3 operations for
-    ``standard``. For ``gram`` it makes 12 m^2 n + 22 m^3 in bf16, and 8 m^2 n + 28 m^3 in fp16 and fp32.
+    ``owners``: number of ranks that orthogonalize the matrix together, each on a slice along the longer side.
+    ``symmetric``: the fraction of a symmetric product that kernels compute: 1, or about 0.5 for one triangle.
 
-    Args:
-        symmetric: the fraction of each symmetric product that kernels compute: 1, or about 0.5 for one triangle.
-        owners: number of owners.
+    Example: with the schedule ``simple`` and one owner, an m x n matrix with m <= n takes 20 m^2 n + 10 m^3 operations
+    by ``standard``, and by ``gram`` 12 m^2 n + 22 m^3 in bf16 or 8 m^2 n + 28 m^3 in fp16 and fp32.
     """
     m, n = sorted((rows, cols))
     count = products(schedule, method, dtype)
@@ -104,8 +97,8 @@ def flops(
 def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> tuple[float, int]:
     """Return (bytes that each owner of a matrix sends during Newton-Schulz, number of collectives that it calls).
 
-    The owners of a matrix are the ranks that run Newton-Schulz on it together. They sum Gram matrices in fp32, and
-    gather rows of matrix products in ``dtype``.
+    ``owners``: number of ranks that orthogonalize the matrix together. They sum Gram matrices in fp32; from
+    :data:`SPLIT_FROM` owners on they also gather matrix products in ``dtype``.
     """
     count, small, others = products(schedule, method, dtype), min(rows, cols), (owners - 1) / owners
     gathered = count.product if owners >= SPLIT_FROM else 0
@@ -129,12 +122,12 @@ def orthogonalize(
         x: ``[batch, rows, cols]``, contiguous, bf16 or fp32.
         schedule: one (a, b, c) triple for each step, from :func:`deepspeed.muon.math.coefficients.schedule`.
         method: ``standard`` or ``gram``.
-        dtype: dtype of the products, a value of :data:`DTYPES`; ``None``: the dtype of ``x``.
+        dtype: dtype of the matrix products, a value of :data:`DTYPES`; ``None``: the dtype of ``x``.
         work: allocates the temporaries; ``None``: a new workspace.
         kernels: the kernels that compute the products.
-        normalization: how singular values are brought to at most one before the first step. ``frobenius`` divides each
-            matrix by its norm; ``aol`` scales its rows, see :func:`_precondition`. In fp16, ``aol`` is less exact for
-            rows that are far smaller than others, because their entries leave fp16's range before they are scaled.
+        normalization: how singular values are first brought to at most one. ``frobenius`` divides each matrix by its
+            norm; ``aol`` scales its rows, see :func:`_precondition`. In fp16, ``aol`` is less exact for rows far
+            smaller than others.
         gram_axis: 0 if the Gram matrix is X X^T, 1 if it is X^T X; ``None``: the smaller of the two. If ``x`` contains
             slices of matrices, pass the axis that gives the smaller one for whole matrices.
 
@@ -200,10 +193,7 @@ def _gram(
 
 
 def _product(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return the product A B, written to a matrix taken from ``spares``. B is then added to ``spares``.
-
-    If ``spares`` is empty, the product overwrites B.
-    """
+    """Return A B, in a matrix popped from ``spares``; B joins ``spares``. If there is no spare matrix, overwrite B."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]
@@ -211,16 +201,13 @@ def _product(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspac
 
 
 def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
-    """Scale the rows of each matrix X in place, so that its singular values are at most ``NORM``.
+    """Scale the rows of each matrix X in place, so that its singular values are at most ``NORM``; zero rows stay zero.
 
-    Row i is multiplied by ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T; zero rows stay zero. This is the
-    almost-orthogonal layer (AOL) of Prach and Lampert (arXiv 2208.03160), which Turbo-Muon (arXiv 2512.04632, section
-    3) applies before Newton-Schulz. Newton-Schulz then finds the polar factor of the scaled matrix. It computes G again
-    from the scaled X: if G were scaled instead, it would be rounded differently from X in 16 bits, and composed steps
-    amplify the difference.
-
-    ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
+    Row i is multiplied by ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T. This is the almost-orthogonal layer (AOL) of
+    Prach and Lampert (arXiv 2208.03160), which Turbo-Muon (arXiv 2512.04632, section 3) applies before Newton-Schulz.
     """
+    # Newton-Schulz computes G from the scaled X again. A scaled G would be rounded differently from X in 16 bits, and
+    # composed steps amplify the difference.
     gram, (base, is_transposed) = symmetric_of("gram", x, work), base_of(x)
     kernels.square(x, gram, work)
     for matrix, rest, diagonal in zip(base, gram.rest, gram.diagonal, strict=True):

@@ -30,15 +30,10 @@ EPS = 1e-10
 class Rules:
     """The options that change Muon's update around Newton-Schulz: MuonEq, Muon+ and NorMuon.
 
-    ``bool(rules)`` is False if all of them are off, which is plain Muon.
-
-    Args:
-        muon_eq: the norms that :func:`equalize` makes equal before Newton-Schulz; a key of :data:`SIDES`, such as
-            ``rows``.
-        muon_plus: the norms that :func:`equalize` makes equal after Newton-Schulz; a key of :data:`SIDES`.
-        normuon: whether :func:`normuon` runs after Newton-Schulz. Each matrix then has a second moment, fp32
-            ``[outputs]``.
-        normuon_beta2: decay of the second moment per step.
+    ``bool(rules)`` is False if all of them are off, which is plain Muon. ``muon_eq``, ``muon_plus``: which norms
+    :func:`equalize` makes equal before and after Newton-Schulz; keys of :data:`SIDES`, such as ``rows``. ``normuon``:
+    whether :func:`normuon` runs after Newton-Schulz, with a second moment, fp32 ``[outputs]``, for each matrix.
+    ``normuon_beta2``: decay of the second moment per step.
     """
 
     muon_eq: str = "none"
@@ -61,10 +56,9 @@ class Rules:
         return ", ".join([*texts, *([f"NorMuon (beta2 {self.normuon_beta2:g})"] if self.normuon else ())])
 
     def apply_before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
-        """Apply MuonEq, if it is on, to the matrices that Newton-Schulz will orthogonalize. Change them in place.
+        """Apply MuonEq, if it is on, to matrices before Newton-Schulz; change them in place.
 
-        ``matrices``: ``[batch, rows, cols]``, bf16 or fp32. ``axis``: 0 if the matrices are ``[out, in]``, 1 if ``[in,
-        out]``.
+        ``matrices``: ``[batch, rows, cols]``, bf16 or fp32. ``axis``: 0 for ``[out, in]``, 1 for ``[in, out]``.
         """
         if self.muon_eq != "none":
             axes = [axis ^ side for side in SIDES[self.muon_eq]]
@@ -77,13 +71,10 @@ class Rules:
                     equalize(matrix, axes, work)
 
     def apply_after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
-        """Apply Muon+ and then NorMuon, if they are on, to orthogonalized matrices. Change them in place.
+        """Apply Muon+ and then NorMuon, if they are on, to matrices after Newton-Schulz; change them in place.
 
-        Args:
-            matrices: ``[batch, rows, cols]``, bf16 or fp32.
-            axis: 0 if the matrices are ``[out, in]``, 1 if they are ``[in, out]``.
-            second_moments: NorMuon's second moment of each matrix, fp32 ``[outputs]``, updated in place; empty without
-                NorMuon.
+        ``matrices``, ``axis``: as for :meth:`apply_before`. ``second_moments``: NorMuon's second moment of each matrix,
+        fp32 ``[outputs]``, updated in place; empty without NorMuon.
         """
         if self.muon_plus != "none":
             axes = [axis ^ side for side in SIDES[self.muon_plus]]
@@ -97,15 +88,14 @@ class Rules:
 def equalize(
     x: Tensor, axes: Sequence[int], work: Workspace, norm: float | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Scale the rows (axis 0) or columns (axis 1) of a matrix in place to equal norms; zero rows and columns stay zero.
+    """Scale the rows or columns of a matrix in place to equal norms; zero rows and columns stay zero.
 
-    Before Newton-Schulz this is MuonEq (arXiv 2603.28254) in its variants R (rows) and C (columns). After
-    Newton-Schulz, with ``norm = sqrt(min(rows, cols))``, it is Muon+ (arXiv 2602.21545). The matrix then keeps the
-    Frobenius norm of an orthogonal matrix, so that ``adjust_lr_fn`` still sets the scale of updates.
+    Before Newton-Schulz this is MuonEq (arXiv 2603.28254). After Newton-Schulz, with ``norm = sqrt(min(rows, cols))``,
+    it is Muon+ (arXiv 2602.21545). The matrix then has the Frobenius norm of an orthogonal matrix.
 
     Args:
         x: the matrix, ``[rows, cols]``.
-        axes: the axes along which norms are made equal, one after the other.
+        axes: ``[0]`` for rows, ``[1]`` for columns, ``[0, 1]`` for rows and then columns.
         norm: Frobenius norm of the result, if no row or column is zero; ``None``: each row or column gets norm 1.
         dtype: dtype of the arithmetic.
     """
@@ -129,16 +119,16 @@ def _factors(norms: Tensor, wanted: float) -> Tensor:
 
 
 def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:
-    """Divide the elements of each output by the root of a running mean of their squares: NorMuon (arXiv 2510.05491).
+    """Apply NorMuon (arXiv 2510.05491): divide the elements of each output by the root of the output's second moment.
 
-    The matrix is then scaled back to its Frobenius norm. A zero matrix, which had no gradient, does not change, and
-    neither does its second moment.
+    The second moment is a running mean, over steps, of the squares of these elements. The result is scaled back to the
+    Frobenius norm of ``x``. A zero matrix, which had no gradient, does not change, nor does its second moment.
 
     Args:
         x: the orthogonalized matrix, ``[rows, cols]``; changed in place.
-        axis: 0 if the matrix is ``[out, in]``, 1 if it is ``[in, out]``.
-        second_moment: the running mean, fp32 ``[outputs]``, zeros at first; updated in place.
-        beta2: decay of the running mean per step.
+        axis: 0 if ``x`` is ``[out, in]``, 1 if it is ``[in, out]``.
+        second_moment: fp32 ``[outputs]``, zeros at first; updated in place.
+        beta2: decay of the second moment per step.
     """
     found = sums_of_squares(x, axis, work)
     total, mean = found.sum(), second_moment.view(found.shape)

@@ -22,8 +22,7 @@ RMS_SCALE = 0.2
 def scale_factor(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
     """Return the factor by which a rows x cols matrix's update is multiplied, in addition to the learning rate.
 
-    ``adjust_lr_fn``: a key of :data:`SCALES`. ``rms_scale``: RMS of the update for ``match_rms_adamw``; others ignore
-    it.
+    ``adjust_lr_fn``: a key of :data:`SCALES`. ``rms_scale``: RMS of the update; only ``match_rms_adamw`` uses it.
     """
     return SCALES[adjust_lr_fn][1](rows, cols, rms_scale)
 

@@ -11,14 +11,9 @@ from typing import Any
 class Schedules:
     """The schedules of Muon's momentum and weight decay over a training run; both are constant by default.
 
-    modded-nanogpt and nanochat (2025) use such schedules.
-
-    Args:
-        momentum_start: momentum of the first update. It then changes linearly to the parameter group's ``momentum``.
-            ``None``: the momentum is constant.
-        momentum_warmup_steps: number of updates after which the momentum has the group's value.
-        muon_weight_decay_steps: number of updates over which weight decay falls linearly from the group's value to
-            zero; ``None``: weight decay is constant.
+    ``momentum_start``: momentum of the first update. During ``momentum_warmup_steps`` updates it changes linearly to
+    the parameter group's ``momentum``. ``muon_weight_decay_steps``: number of updates over which weight decay falls
+    linearly from the group's value to zero. If one of them is ``None``, its setting is constant.
     """
 
     momentum_start: float | None = None
@@ -26,10 +21,7 @@ class Schedules:
     muon_weight_decay_steps: int | None = None
 
     def settings_at(self, group: dict[str, Any], done: int) -> dict[str, Any]:
-        """Return a copy of a Muon parameter group with the momentum and weight decay of its next update.
-
-        ``done``: number of updates already made.
-        """
+        """Return a copy of a Muon parameter group with its momentum and weight decay after ``done`` updates."""
         momentum, decay = group["momentum"], group["weight_decay"]
         if self.momentum_start is not None and done < self.momentum_warmup_steps:
             share = done / self.momentum_warmup_steps

@@ -23,10 +23,9 @@ CPU_CHUNK = 2**18
 
 
 def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (view of some rows of ``x``, copy of these rows in ``dtype``), chunk by chunk until all rows are done.
+    """Yield (view, copy) for each chunk of rows of ``x``, ``[rows, cols]``; the copy has ``dtype``.
 
-    ``x``: ``[rows, cols]``. ``work``: allocates the copies, each of which overwrites the one before. The caller may
-    write results to the view.
+    ``work`` allocates the copies. Each overwrites the one before. The caller may write results to the view.
     """
     rows = max(1, (CHUNK if is_accelerator(x.device) else CPU_CHUNK) // x.size(1))
     for part in x.split(rows):
@@ -34,9 +33,9 @@ def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Te
 
 
 def sums_of_squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the sum of squares of each row or column of ``x``, ``[rows, cols]``, computed in ``dtype``.
+    """Return the sum of squares of each row (axis 0) or column (axis 1) of ``x``, ``[rows, cols]``.
 
-    The result is ``[rows, 1]`` for axis 0 (rows), ``[1, cols]`` for axis 1 (columns).
+    The result is ``[rows, 1]`` or ``[1, cols]``, computed in ``dtype``.
     """
     sums = [wide.square_().sum(dim=1 - axis, keepdim=True) for _, wide in widened(x, work, dtype)]
     return torch.cat(sums) if axis == 0 else torch.stack(sums).sum(dim=0)
@@ -45,7 +44,7 @@ def sums_of_squares(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = 
 def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
     """Multiply each row or each column of ``x``, ``[rows, cols]``, by its own factor, in place.
 
-    ``factors``: ``[rows, 1]`` for rows, ``[1, cols]`` for columns. Their dtype is that of the arithmetic.
+    ``factors``: ``[rows, 1]`` for rows, ``[1, cols]`` for columns. The multiplication uses their dtype.
     """
     start = 0
     for part, wide in widened(x, work, factors.dtype):
@@ -56,15 +55,14 @@ def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
 def in_fp32(
     tensors: Sequence[Tensor], keys: Sequence[Key], first: int, kernels: Operations, work: Workspace
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield fp32 copies of bf16 tensors, chunk by chunk. The caller updates the copies in place.
+    """Yield (slice, fp32 copies of this slice of each tensor) for each chunk of some bf16 tensors.
 
-    Each item is (slice, copies): the elements of the chunk, and for each tensor the copy of these elements. Before the
-    next item the copies are rounded stochastically back into the tensors.
+    The caller updates the copies in place. Before the next chunk they are rounded stochastically back into the tensors.
 
     Args:
         tensors: bf16, 1-D, of equal length.
         keys: the key of each tensor's random numbers, from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the random number that rounds the first element of each tensor.
+        first: index of the random number for the first element of each tensor.
         kernels: the kernels that round.
         work: allocates the copies.
     """

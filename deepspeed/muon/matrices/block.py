@@ -13,11 +13,11 @@ from deepspeed.muon.config.types import Cut
 
 
 class Piece(NamedTuple):
-    """A rectangle of elements of a :class:`Block`: ``rows`` rows of ``cols`` elements that are contiguous in memory.
+    """A rectangle of elements of a :class:`Block`: ``rows`` rows of ``cols`` contiguous elements.
 
-    ``element``: index of the rectangle's first element in the flattened parameter, where its rows begin ``stride``
-    elements apart. ``at``: index of the same element in the flattened block, where the rows begin ``pitch`` elements
-    apart. ``pitch`` differs from ``cols`` only if the block is part of a wider matrix.
+    In the flattened parameter, the rectangle starts at index ``element``, and its rows are ``stride`` elements apart.
+    In the flattened block, it starts at index ``at``, and its rows are ``pitch`` elements apart: ``cols``, unless
+    :meth:`Block.pieces` was called for a wider matrix.
     """
 
     element: int
@@ -40,11 +40,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """One matrix [rows, cols] inside a parameter. Newton-Schulz orthogonalizes each block separately.
+    """One matrix ``[rows, cols]`` inside a parameter. Newton-Schulz orthogonalizes each block separately.
 
-    The block starts at element ``offset`` of the flattened parameter. Its rows form ``bands`` groups of equal size.
-    The groups start ``gap`` elements apart, and the rows within a group ``stride`` elements apart. With n = rows /
-    bands, element (i, j) of the block is element ``offset + i // n * gap + i % n * stride + j`` of the parameter.
+    The block starts at index ``offset`` of the flattened parameter. Its rows are ``stride`` elements apart. They may
+    form several ``bands``, groups of equal size that start ``gap`` elements apart, such as the queries of each head in
+    a fused weight. With n = rows / bands, element (i, j) of the block has index ``offset + i // n * gap + i % n *
+    stride + j``.
     """
 
     offset: int
@@ -61,17 +62,17 @@ class Block:
 
     @cached_property
     def stop(self) -> int:
-        """Return 1 + the index of the block's last element in the flat parameter."""
+        """Return 1 + the index of the block's last element in the flattened parameter."""
         return self.element(self.numel - 1) + 1
 
     def element(self, at: int) -> int:
-        """Return the index in the flattened parameter of element ``at`` of the block, which is counted row by row."""
+        """Return the index in the flattened parameter of element ``at`` of the flattened block."""
         row, column = divmod(at, self.cols)
         band, row = divmod(row, self.rows // self.bands)
         return self.offset + band * self.gap + row * self.stride + column
 
     def before(self, element: int) -> int:
-        """Return how many of the block's elements have an index below ``element`` in the flattened parameter."""
+        """Return how many elements of the block lie before index ``element`` of the flattened parameter."""
         inside, numel = max(0, element - self.offset), self.rows * self.cols
         if self.stride == self.cols and self.bands == 1:
             return min(inside, numel)
@@ -81,10 +82,10 @@ class Block:
         return min(band * whole + min(row * self.cols + min(column, self.cols), whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
-        """Yield the elements ``start`` to ``stop - 1`` of the flattened parameter that are in the block, as pieces.
+        """Yield, as pieces, the elements of the block from index ``start`` to ``stop - 1`` of the flattened parameter.
 
-        ``pitch``: if the block is part of a wider matrix, the number of columns of that matrix. ``at`` of the pieces
-        is then an index in the flattened wider matrix. ``None``: the block is not part of another matrix.
+        ``pitch``: if the block is one tensor-parallel rank's part of a matrix, the number of columns of that matrix.
+        Each piece's ``at`` and ``pitch`` then describe that matrix, with index 0 at the block's first element.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
@@ -110,10 +111,11 @@ def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
 
 
 def cut(block: Block, by: Cut) -> tuple[Block, ...]:
-    """Split a block into ranges of rows (axis 0) or columns (axis 1); return a block for each entry of ``by.sizes``.
+    """Split a block by rows (axis 0) or columns (axis 1); return one block for each entry of ``by.sizes``.
 
-    With ``by.groups`` above 1 the sizes repeat along the axis, as in Megatron's fused queries, keys and values. All
-    ranges of one entry then form one block: each range is one of its bands.
+    With ``by.groups`` above 1 the sizes repeat along the rows, and a block gets one band (see :class:`Block`) per
+    group. Sizes (4, 2) in 2 groups split 12 rows into a block of rows 0 to 3 and 6 to 9, and a block of rows 4, 5, 10
+    and 11.
 
     Raises:
         ValueError: the sizes do not add up to the block's rows or columns.

@@ -37,14 +37,14 @@ GATED_Q, GATED_QKV, STEPS = "queries and gates", "queries, keys, values and gate
 
 
 def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str] | None:
-    """Return how to split a fused weight, and the names of its projections; ``None`` if the weight is not fused.
+    """Return (split, text) for a weight that fuses several projections; ``None`` if its name does not look fused.
 
-    The names are a text for the log, such as "queries, keys and values".
+    The text names the projections for the log, such as "queries, keys and values".
 
     Args:
         name: name of the weight, or of its linear module, inside ``owner``.
         shape: (rows, columns) of the weight, or of one matrix of a stack.
-        axis: the axis of the weight's outputs (0: rows, 1: columns). For gate and up the shapes decide instead.
+        axis: 0 if the weight's outputs are rows, 1 if they are columns; ignored for gate and up.
         owner: the attention or feed-forward module that contains the weight.
         model: the whole model, whose config may have the numbers of heads.
 
@@ -88,10 +88,7 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
 
 
 def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str]:
-    """Return what :func:`cut_fused` returns, for a weight whose projections alternate from head to head.
-
-    Such weights belong to latent, gated or linear attention.
-    """
+    """Return (split, text) as :func:`cut_fused` does, for a weight in which projections alternate from head to head."""
     sizes: tuple[int, ...]
     per_key = heads.values // heads.keys if heads.values and heads.values % heads.keys == 0 else 0
     if name in LATENT:
@@ -109,24 +106,24 @@ def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
-    """Return how to split a feed-forward weight into gate and up; the shape of down in ``owner`` tells the axis."""
+    """Return how to split a fused weight into gate and up; the shape of ``owner``'s down projection tells the axis."""
     if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
         raise ValueError(f"gate and up are interleaved output by output in {name}, so they cannot be split")
     axis = _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
     if axis is None:
-        raise ValueError(f"there is no down projection next to {name} whose shape confirms that it holds gate and up")
+        raise ValueError(f"there is no down projection next to {name} with a shape that fits a weight of gate and up")
     return Cut((shape[axis] // 2,) * 2, axis)
 
 
 def output_axis(module: nn.Module) -> int:
-    """Return the axis of a module's weight along which its outputs lie: 0 (rows), or 1 (columns) in GPT-2's Conv1D."""
+    """Return the axis of the outputs in a module's weight: 0 (rows), or 1 (columns) in GPT-2's Conv1D."""
     return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int | None:
-    """Return the axis (0 or 1) of the outputs of each matrix in a stacked expert weight; ``None`` if unknown.
+    """Return the axis of the outputs (0: rows, 1: columns) in each matrix of stacked experts; ``None`` if unknown.
 
-    The module's class, or the shapes of its gate_up and down, tell the axis. Arguments as in :func:`cut_fused`.
+    ``name``: name of the weight in its module ``owner``. ``shape``: (rows, columns) of one matrix.
     """
     if is_a(owner, OUTPUTS_FIRST_CLASSES):
         return 0
@@ -138,18 +135,14 @@ def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int 
 
 
 def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
-    """Return the last two sizes of the parameter or module weight called ``name`` in ``owner``; ``()`` without one."""
+    """Return (rows, columns) of the weight ``name`` in ``owner``, or of one matrix of a stack; ``()`` if missing."""
     value = getattr(owner, name, None)
     weight = getattr(value, "weight", value)
     return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
 
 
 def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
-    """Return the axis (0 or 1) along which a fused weight of shape ``gate_up`` contains gate and up.
-
-    ``down``: shape of the down projection, whose input size must equal the output size of gate. Return ``None`` if
-    the two shapes do not fit together.
-    """
+    """Return the axis along which gate and up are joined in a weight; ``None`` if ``down``'s shape does not fit."""
     if len(gate_up) < 2 or len(down) < 2:
         return None
     rows, cols = gate_up
@@ -160,5 +153,5 @@ def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
 
 def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:
     return ValueError(
-        f"{name} has {outputs} outputs, but {parts} of the heads in the model's config have another total size"
+        f"{name} has {outputs} outputs, but {parts} need another number, according to the heads in the model's config"
     )

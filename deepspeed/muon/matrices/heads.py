@@ -48,12 +48,11 @@ _LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
 
 
 class Heads(NamedTuple):
-    """The numbers of attention heads and their widths; 0 means unknown.
+    """The numbers of heads of an attention module, and their widths (outputs of one head); 0 means unknown.
 
-    ``queries``, ``keys``: number of query heads and of key-value heads. ``width``: outputs of one query or key head.
-    ``nope``, ``rope``: in latent attention, the widths of a query's parts without and with rotary position.
-    ``value``: width of a value head; 0 means ``width``. ``values``: number of value heads in linear attention; 0
-    means ``keys``.
+    ``queries``, ``keys``: number of query heads and of key-value heads. ``width``: width of a query or key head.
+    ``nope``, ``rope``: in latent attention, the widths of a query's parts without and with rotary position. ``value``:
+    width of a value head; 0 means ``width``. ``values``: number of value heads in linear attention; 0 means ``keys``.
     """
 
     queries: int
@@ -73,9 +72,9 @@ class Heads(NamedTuple):
 def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     """Return the numbers and widths of an attention module's heads; ``None`` if the number of heads is unknown.
 
-    The module's attributes come first, because layers of one model may differ. Missing numbers come from the config
-    of the module, or of the model if the module has no config. A config with another number of query heads is not
-    used. Neither is any config for linear attention, because it describes the softmax attention of the model.
+    The module's attributes take precedence. Missing numbers come from the module's config or, without one, the model's.
+    A config with another number of query heads than the module is ignored. For linear attention every config is
+    ignored, because it describes the model's softmax attention.
     """
     config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
     own, stated = _numbers(attention), _numbers(config)
@@ -94,12 +93,12 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
 
 
 def is_linear_attention(attention: nn.Module) -> bool:
-    """Return whether an attention module's attributes show linear attention: a recurrent state, no softmax."""
+    """Return whether an attention module's attributes, such as those of a recurrent state, show linear attention."""
     return any(hasattr(attention, name) for name in _LINEAR)
 
 
 def _config_of(module: nn.Module) -> Any:
-    """Return ``module.config``, its text part if the model also has vision or audio; ``None`` without one."""
+    """Return the module's config, or its text config if the model is multimodal; ``None`` if it has none or several."""
     config = getattr(module, "config", None)
     get = getattr(config, "get_text_config", None)
     try:
@@ -109,7 +108,6 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _numbers(source: Any) -> Heads:
-    """Return the numbers and widths of heads in the attributes of ``source``, a module or config; 0 if missing."""
     names = _NAMES_IN_LINEAR if _first(source, _VALUES) else _NAMES
     return Heads(**{number: _first(source, found) for number, found in names.items()})
 
@@ -141,12 +139,12 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
     Args:
         leaf: last part of the projection's name, such as "q_proj".
         outputs: the projection's number of outputs.
-        axis: the axis of its outputs, along which it is split (0: rows, 1: columns).
-        heads: the heads of its attention module.
-        gated: whether the attention module is one of :data:`GATED_CLASSES`. Each head's gate becomes a matrix too.
+        axis: 0 if the outputs are rows of the weight, 1 if they are columns.
+        heads: the heads of the attention module.
+        gated: whether a gate follows each query head (:data:`GATED_CLASSES`); each gate becomes a matrix too.
 
     Raises:
-        ValueError: no split into these heads, or more than one, has this number of outputs.
+        ValueError: the outputs cannot be divided into these heads, or in more than one way.
     """
     candidates = _candidates(leaf.lower(), heads, outputs, 2 if gated else 1)
     fitting = {sizes for sizes in candidates if sum(sizes) == outputs}
@@ -159,9 +157,9 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
-    """Yield each possible split of a projection as the widths of its matrices, such as ``(64, 64, 64, 64)``.
+    """Yield each possible split of a projection into matrices, as their widths, such as ``(64, 64, 64, 64)``.
 
-    ``leaf``: last part of the projection's name. ``per_query``: 2 if a gate follows each query head, otherwise 1.
+    ``per_query``: 2 if a gate follows each query head, otherwise 1.
     """
     if leaf in LATENT:
         yield (heads.nope, heads.value) * heads.queries

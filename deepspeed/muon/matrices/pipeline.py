@@ -17,7 +17,7 @@ def is_pipeline(model: Any) -> bool:
 
 
 def stage_of(model: Any) -> int:
-    """Return the number of the pipeline stage that the model is, from 0; 0 if it is not part of a pipeline."""
+    """Return the index of the pipeline stage that the model is; 0 if the model is not part of a pipeline."""
     return model.stage_id if is_pipeline(model) else 0
 
 
@@ -27,10 +27,9 @@ def stages_of(model: Any) -> int:
 
 
 def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return {parameter: reason} for those parameters of a pipeline stage that AdamW updates as embedding or head.
+    """Return {parameter: reason} for a pipeline stage's embeddings and output head, which AdamW updates.
 
-    These are the parameters of tied layers, such as an embedding that is also the output head. If the last layer has
-    only one matrix, that matrix is taken for the output head too.
+    These are the parameters of tied layers, and the matrix of the pipeline's last layer if it has only one.
     """
     if not is_pipeline(model):
         return {}
@@ -46,6 +45,6 @@ def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the model's tied parameters of which another pipeline stage has a copy. Copies must get equal updates."""
+    """Return the model's tied parameters that other pipeline stages also have. All copies must get equal updates."""
     ties = model.tied_comms.values() if is_pipeline(model) else ()  # type: ignore[union-attr,operator]
     return {param for tie in ties if len(tie["ranks"]) > 1 for param in tie["module"].parameters()}

@@ -50,7 +50,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Route(NamedTuple):
-    """Whether Muon or AdamW updates one parameter, and why; the fields mean the same as in :class:`MatrixSpec`."""
+    """Whether Muon or AdamW updates one parameter, and why. The fields are those of :class:`MatrixSpec`."""
 
     use_muon: bool
     reason: str
@@ -60,8 +60,8 @@ class Route(NamedTuple):
 def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Parameter, MatrixSpec]:
     """Decide for each trainable parameter whether Muon or AdamW updates it; return {parameter: its MatrixSpec}.
 
-    The user's attribute ``param.use_muon`` overrides the patterns ``muon_include`` and ``muon_exclude`` in
-    ``config``, and these override the package's rules. The model is not changed.
+    The user's attribute ``param.use_muon`` overrides the patterns ``muon_include`` and ``muon_exclude`` in ``config``,
+    and these override the package's rules. The model is not changed.
 
     Raises:
         ValueError: the user assigns a parameter to Muon that is not a matrix, or that several pipeline stages share.
@@ -80,8 +80,9 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
         # Each stage updates its own copy. AdamW gives all copies equal bits, Newton-Schulz may not.
         if decided.use_muon and param in shared:
             raise ValueError(
-                f"{names[0]}: Muon cannot update it ({decided.reason}), because several pipeline stages have copies of "
-                "it, which Muon's rounding would make different; remove the tag or pattern that sends it to Muon"
+                f"{names[0]}: Muon cannot update this parameter ({decided.reason}), because several pipeline stages "
+                "have copies of it, and rounding in Muon would make the copies differ; remove the parameter's use_muon "
+                "tag or the pattern in muon_include that matches it"
             )
         spec = MatrixSpec(
             names[0],
@@ -103,9 +104,9 @@ def user_tag(param: nn.Parameter) -> bool | None:
 
 
 def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -> None:
-    """Set ``param.use_muon`` where the user has not: from ``specs`` for trained parameters, False for frozen ones.
+    """Set ``param.use_muon`` of each parameter to whether Muon updates it, except where the user has set it.
 
-    Other code reads the attribute to find Muon's parameters. :func:`user_tag` does not return it as the user's.
+    Other code finds Muon's parameters by this attribute. ``specs``: the result of :func:`route`.
     """
     for param in model.parameters():
         if user_tag(param) is None:
@@ -115,13 +116,13 @@ def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -
 
 
 def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:
-    """Return {(shorter side, longer side): number of Muon's matrices of that shape or of its transpose}."""
+    """Return {(shorter side, longer side): number of matrices with these sides that Muon orthogonalizes}."""
     blocks = (block for spec in specs if spec.use_muon for block in spec.blocks)
     return Counter((min(block.rows, block.cols), max(block.rows, block.cols)) for block in blocks)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape before any sharding} of the trainable parameters; a tied one is listed under each name."""
+    """Return {name: shape before any sharding} of the trainable parameters, with all names of tied parameters."""
     used = _uses(model).items()
     return {use.name: whole_shape(param) for param, uses in used if param.requires_grad for use in uses}
 
@@ -133,13 +134,13 @@ def _sharding(name: str, param: nn.Parameter, use_muon: bool) -> Sharding | None
         if not use_muon:
             return None
         raise MuonConfigError(
-            f"{name}: cannot tell how tensor parallelism split it: {error}; to let AdamW update it, list it in "
-            "optimizer.params.muon_exclude"
+            f"{name}: cannot tell how tensor parallelism split this parameter: {error}. To let AdamW update the "
+            "parameter, list its name in optimizer.params.muon_exclude"
         ) from None
 
 
 def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
-    """Return {parameter: every :class:`Use` of it in the model}; a tied parameter has several."""
+    """Return {parameter: the places in the model that use it}; a tied parameter has several."""
     modules = dict(model.named_modules(remove_duplicate=False))
     uses: dict[nn.Parameter, list[Use]] = {}
     for path, module in modules.items():
@@ -152,7 +153,7 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
 
 
 def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return {weight: reason} for the output head of a Hugging Face model (``get_output_embeddings``); {} without."""
+    """Return {weight: reason} for the output head of a Hugging Face model; empty if the model does not name it."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     found = head.parameters() if isinstance(head, nn.Module) else ()
@@ -172,10 +173,7 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
 
 
 def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, config: MuonConfig) -> Route | None:
-    """Return the route that the user's tag ``use_muon`` or a pattern in ``config`` decides; ``None`` if neither does.
-
-    ``names``: all names of the parameter. ``no_matrix``: the result of :func:`_not_a_matrix`.
-    """
+    """Return the route that the tag ``use_muon`` or a pattern in ``config`` decides; ``None`` if neither does."""
     tag = user_tag(param)
     if tag is not None:
         if tag and no_matrix:
@@ -195,7 +193,7 @@ def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, co
 
 
 def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return why Muon cannot update a parameter of this shape and dtype; an empty text if it can."""
+    """Return why Muon cannot update a parameter of this shape and dtype; an empty text if Muon can."""
     if len(shape) < 2:
         return "0-D or 1-D"
     if not min(shape):

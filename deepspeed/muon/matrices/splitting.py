@@ -32,16 +32,16 @@ def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
 
 
 def first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the first regular expression in ``patterns`` that is found in one of ``names``; ``None`` if none is."""
+    """Return the first regular expression in ``patterns`` that is found in one of ``names``; ``None`` without one."""
     return next((pattern for pattern in patterns if any(re.search(pattern, name) for name in names)), None)
 
 
 class Use(NamedTuple):
     """One place in the model that uses a parameter; a tied parameter has several.
 
-    ``name``: the parameter's name in the model. ``module``: the module that holds the parameter. ``attribute``: the
-    parameter's name in that module. ``path``: the module's name in the model, without the parts that wrappers such as
-    DDP and PEFT add. ``parent``: the module that contains ``module``.
+    ``name``: the parameter's name in the model. ``module``: the module that holds the parameter, as ``attribute``.
+    ``path``: the module's name in the model, without what wrappers such as DDP and PEFT add. ``parent``: the module
+    that contains ``module``.
     """
 
     name: str
@@ -52,18 +52,18 @@ class Use(NamedTuple):
 
     @property
     def projection(self) -> tuple[str, nn.Module]:
-        """Return (name of the projection, attention module that contains it), for a parameter of attention."""
+        """Return (name, module around it) of an attention projection, such as ("q_proj", attention module)."""
         if isinstance(self.module, nn.MultiheadAttention):
             return self.attribute, self.module
         return self.path.rpartition(".")[2], self.parent
 
     @property
     def weight(self) -> tuple[str, nn.Module]:
-        """Return (name of the weight or of its linear module, attention or feed-forward module that contains it)."""
+        """Return (name of a weight or its linear module, module around it), such as ("gate_up_proj", MLP module)."""
         return self.projection if self.attribute == "weight" else (self.attribute, self.module)
 
     def matrix_output_axis(self, shape: Sequence[int]) -> int | None:
-        """Return the axis (0 or 1) of the outputs in each of the parameter's matrices; ``None`` if unknown."""
+        """Return the axis of the outputs in each matrix of the parameter (0: rows, 1: columns); ``None`` if unknown."""
         if len(shape) != 3 or is_convolution(self.module):
             return output_axis(self.module)
         name, owner = self.weight
@@ -76,20 +76,21 @@ class MatrixSpec:
 
     Args:
         name: name of the parameter in the model; the first one of a tied parameter.
-        shape: shape of the tensor on this rank, before ZeRO partitions it.
+        shape: shape of the parameter on this rank, before ZeRO partitions it.
         use_muon: whether Muon updates the parameter; otherwise AdamW does.
-        reason: text that explains the route.
+        reason: why Muon or AdamW updates the parameter, as a text.
         blocks: the matrices; empty for AdamW. With ``sharding`` they are blocks of the whole parameter.
-        split: text that explains how the parameter is split into matrices; empty for one matrix.
-        sharding: how tensor parallelism split the parameter over ranks, if it did.
-        is_projection: whether the parameter's module is an attention projection, by its name.
-        chosen_by: the user's option that decided the route: ``use_muon``, ``muon_exclude`` or ``muon_include``;
-            ``None`` if the rules did.
-        overrides_rules: whether the user sent the parameter to Muon or AdamW against the rules.
-        split_by: the option that split it: ``muon_split``, ``per_head_muon`` or ``muon_fused``; ``None`` if none did.
-        split_pattern: the pattern of ``muon_split`` that split it.
-        left_whole: whether ``split`` says why the parameter was not split.
-        output_axis: the axis (0 or 1) of the outputs in each of its matrices; ``None`` if unknown.
+        split: how the parameter is split into matrices, as a text; empty for one matrix.
+        sharding: how tensor parallelism split the parameter over ranks; ``None`` if it did not, or if ``tp_mode`` is
+            "shard".
+        is_projection: whether the parameter's module has the name of an attention projection.
+        chosen_by: the option by which the user sent the parameter to Muon or AdamW, such as ``muon_exclude``; ``None``
+            if the package's rules decided.
+        overrides_rules: whether the user's option contradicts the package's rules.
+        split_by: ``muon_split``, ``per_head_muon`` or ``muon_fused``, the option that split the parameter, or ``None``.
+        split_pattern: the pattern in ``muon_split`` that split the parameter.
+        left_whole: whether the parameter stays one matrix for the reason in ``split``.
+        output_axis: axis of the outputs in each matrix (0: rows, 1: columns); ``None`` if unknown.
     """
 
     name: str
@@ -123,8 +124,7 @@ def split_parameter(
 ) -> MatrixSpec:
     """Split a parameter that Muon updates into matrices; return a copy of ``spec`` with ``blocks`` and ``split`` set.
 
-    ``spec``: the parameter's spec, in which only the route is decided. ``names``: all names of the parameter; a tied
-    one has several. ``use``: the first place in the model that uses the parameter.
+    ``names``: all names of the parameter; a tied one has several. ``use``: the first place in the model that uses it.
 
     Raises:
         MuonConfigError: the sizes in ``muon_split`` do not add up to the parameter's, or its heads are unknown.
@@ -149,7 +149,8 @@ def _split(spec: MatrixSpec, names: Sequence[str], use: Use, config: MuonConfig,
             return _cut(spec, config.muon_split[pattern], f"by muon_split {pattern!r}", "muon_split", pattern)
         except ValueError as error:
             raise MuonConfigError(
-                f"optimizer.params.muon_split: {pattern!r} matches {names[0]} of shape {list(shape)}, but {error}"
+                f"optimizer.params.muon_split: {pattern!r} matches {names[0]} of shape {list(shape)}, but {error}; "
+                "correct the sizes or the axis, or write a pattern that does not match this parameter"
             ) from None
     if config.per_head_muon and len(shape) == 2 and spec.is_projection:
         return _cut(spec, _by_head(names[0], shape, use, model), "one matrix per head", "per_head_muon")

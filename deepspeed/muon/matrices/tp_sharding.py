@@ -25,9 +25,9 @@ TP_RANK = "muon_tp_rank"
 class Sharding:
     """How a parameter is split over the ranks of a tensor-parallel group.
 
-    ``shape``: shape before the split, [rows, cols] for a matrix. ``axis``: 0 if each rank holds some rows (DeepSpeed
-    calls that column parallel), 1 if it holds some columns. ``ranges``: for each rank the (start, size) of the rows or
-    columns that it holds, such as ``[[(0, 4)], [(4, 4)]]``. With a fused weight a rank holds a range of each part.
+    ``shape``: shape before the split. ``axis``: 0 if each rank holds some rows (DeepSpeed calls that column parallel),
+    1 if it holds some columns. ``ranges``: for each rank the (start, size) of the rows or columns that it holds, such
+    as ``[[(0, 4)], [(4, 4)]]``. A rank may hold several ranges of a fused weight, one from each projection.
     """
 
     shape: tuple[int, ...]
@@ -39,15 +39,15 @@ class Sharding:
         return sum(size for _, size in self.ranges[rank])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the shard of ``rank``, cut from the unsplit parameter ``whole``; a view if it is a single range."""
+        """Return the shard of ``rank``, taken from the unsplit parameter ``whole``; a view if it is one range."""
         parts = [whole.view(self.shape).narrow(self.axis, start, size) for start, size in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
         """Yield (part, start) for each rectangle of ``block`` that lies in the shard of ``rank``.
 
-        ``block``: a matrix in the unsplit parameter. ``part``: where the rectangle lies in the shard. ``start``: index
-        of its first element in the flattened ``block``.
+        ``block``: a matrix in the unsplit parameter. ``part``: the rectangle, as a block of the shard. ``start``: index
+        of the rectangle's first element in the flattened ``block``.
         """
         width = self.shape[1] if self.axis == 0 else self.size(rank)
         first_row, first_column = divmod(block.offset, self.shape[1])
@@ -68,12 +68,12 @@ class Sharding:
 
 
 def sharding_of(param: Any) -> Sharding | None:
-    """Return how tensor parallelism split a parameter; ``None`` if each rank holds the whole parameter.
+    """Return how tensor parallelism split a parameter, read from the attributes that AutoTP or Megatron has set.
 
-    AutoTP and Megatron set attributes on the parameter that tell.
+    Return ``None`` if each rank holds the whole parameter.
 
     Raises:
-        ValueError: these attributes do not describe a split by rows or columns.
+        ValueError: the attributes do not describe a split by rows or columns.
     """
     note = getattr(param, AUTOTP, None)
     if not note:
@@ -83,7 +83,7 @@ def sharding_of(param: Any) -> Sharding | None:
     axis, shape = note["partition_dim"], note["logical_shape"] or note["original_shape"]
     widths = note["sub_param_shard_widths"] or ([note["partition_sizes"]] if note["partition_sizes"] else [])
     if not widths or axis not in range(min(len(shape), 2)):
-        raise ValueError(note["conversion"]["unsupported_reason"] or "AutoTP does not describe it as rows or columns")
+        raise ValueError(note["conversion"]["unsupported_reason"] or "AutoTP describes no split by rows or columns")
     starts = [0, *accumulate(sum(sizes) for sizes in widths)]
     ranges = tuple(
         tuple((start + sum(sizes[:rank]), sizes[rank]) for start, sizes in zip(starts, widths, strict=False))
@@ -97,21 +97,18 @@ def _is_marked(param: Any) -> bool:
 
 
 def _sharding_by_megatron(param: Any) -> Sharding | None:
-    """Return the split that Megatron's attributes on a parameter describe; ``None`` if there is only one rank.
-
-    Along ``partition_dim`` each rank has ``partition_stride`` ranges of equal size; range i belongs to rank i % ranks.
-
-    Raises:
-        ValueError: an attribute is missing, or does not fit the parameter's shape.
-    """
+    """Return the split that Megatron's attributes on a parameter describe; ``None`` if there is only one rank."""
     axis, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
     if axis < 0:
-        raise ValueError(f"it is marked {MEGATRON[1]} without an axis; set its attribute partition_dim to 0 or 1")
+        raise ValueError(
+            f"the parameter has the attribute {MEGATRON[1]}, but partition_dim, the axis of the split, is not set; set "
+            "partition_dim to 0 (rows) or 1 (columns)"
+        )
     if not hasattr(param, TP_RANK):
         raise ValueError(
-            f'it is marked {MEGATRON[1]}, but the number of ranks is unknown; set "type": "Muon" in '
-            "ds_config.json, or pass optimizer=lambda params: MuonWithAuxAdam(params, model=model, ...) to "
-            "deepspeed.initialize"
+            f"the parameter has the attribute {MEGATRON[1]}, but the number of tensor-parallel ranks is unknown; "
+            'set "type": "Muon" in ds_config.json, or pass optimizer=lambda params: '
+            "MuonWithAuxAdam(params, model=model, ...) to deepspeed.initialize"
         )
     ranks = getattr(param, TP_RANK)[1]
     if ranks == 1:
@@ -119,13 +116,15 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
     local = local_shape(param)
     if axis >= len(local) or len(local) > 2:
         raise ValueError(
-            f"its shape is {list(local)} and its partition_dim {axis}; expected at most 2 dimensions, and "
-            "partition_dim 0 (rows) or 1 (columns)"
+            f"the parameter has shape {list(local)} and partition_dim {axis}; expected at most 2 dimensions, and a "
+            "partition_dim below the number of dimensions"
         )
     if local[axis] % stride:
         raise ValueError(
-            f"its {local[axis]} rows or columns on a rank are not a multiple of its partition_stride {stride}"
+            f"the parameter's size {local[axis]} along partition_dim is not a multiple of partition_stride {stride}; "
+            "set partition_stride to the number of fused projections, such as 2 for gate and up, or 1"
         )
+    # Along partition_dim each rank has partition_stride ranges of equal size; range i belongs to rank i % ranks.
     size = local[axis] // stride
     turns = range(0, ranks * stride, ranks)
     ranges = tuple(tuple(((first + rank) * size, size) for first in turns) for rank in range(ranks))
@@ -133,12 +132,12 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
 
 
 def tp_rank(param: Any, module: Any) -> int:
-    """Return this rank's index in the tensor-parallel group that shares ``param``, which belongs to ``module``."""
+    """Return this rank's index in the tensor-parallel group that holds ``param``, a parameter of ``module``."""
     return getattr(param, TP_RANK)[0] if hasattr(param, TP_RANK) else module.tp_index
 
 
 def local_shape(param: Any) -> tuple[int, ...]:
-    """Return a parameter's shape on this rank, after the split by tensor parallelism and before that by ZeRO-3."""
+    """Return a parameter's shape on this rank, after tensor parallelism and before ZeRO-3 split it."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 

@@ -104,10 +104,11 @@ def test_marks_of_one_rank_say_that_nothing_is_cut() -> None:
 
 
 REFUSED = {
-    "built before": "1.q_proj.weight: cannot tell how tensor parallelism split it: it is marked tensor_model_parallel, "
-    'but the number of ranks is unknown; set "type": "Muon" in ds_config.json, or pass optimizer=lambda params',
-    "stride": "1.gate_up_proj.weight: cannot tell how tensor parallelism split it: its 10 rows or columns on a rank",
-    "axis": "1.q_proj.weight: cannot tell how tensor parallelism split it: its shape is [6, 12] and its partition",
+    "built before": "1.q_proj.weight: cannot tell how tensor parallelism split this parameter: the parameter has the "
+    "attribute tensor_model_parallel, but the number of tensor-parallel ranks is unknown; set "
+    '"type": "Muon" in ds_config.json, or pass optimizer=lambda params',
+    "stride": "1.gate_up_proj.weight: cannot tell how tensor parallelism split this parameter: the parameter's size 10",
+    "axis": "1.q_proj.weight: cannot tell how tensor parallelism split this parameter: the parameter has shape [6, 12]",
     "other axes": "other axes than tensor and data parallelism, which are 1 x 1 of 2 ranks",
     # torch's scaler asks each rank by itself whether it steps
     "fp16 autocast": "tensor parallelism or a pipeline under fp16 autocast at stage 0",

@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str, list[str]]] = {
         2,
         {"name": "tied", "optimizer": with_params(muon_include=["tied"])},
         "ValueError",
-        [f"{SHARED}: Muon cannot update it (muon_include 'tied'), because several pipeline stages have copies"],
+        [f"{SHARED}: Muon cannot update this parameter (muon_include 'tied'), because several pipeline stages"],
     ),
 }
 """Name -> (ranks, arguments of `built`, the error that all ranks raise, what it says)."""
