@@ -193,7 +193,7 @@ def _gram(
 
 
 def _product(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return A B, in a matrix popped from ``spares``; B joins ``spares``. If there is no spare matrix, overwrite B."""
+    """Return A B in a matrix popped from ``spares``, and append B to ``spares``. Overwrite B if ``spares`` is empty."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]

@@ -82,10 +82,10 @@ class Block:
         return min(band * whole + min(row * self.cols + min(column, self.cols), whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
-        """Yield, as pieces, the elements of the block from index ``start`` to ``stop - 1`` of the flattened parameter.
+        """Yield, as pieces, the block's elements with index ``start`` to ``stop - 1`` in the flattened parameter.
 
         ``pitch``: if the block is one tensor-parallel rank's part of a matrix, the number of columns of that matrix.
-        Each piece's ``at`` and ``pitch`` then describe that matrix, with index 0 at the block's first element.
+        Each piece's ``at`` and ``pitch`` then refer to that matrix, with index 0 at the block's first element.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands

@@ -179,7 +179,7 @@ def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, co
         if tag and no_matrix:
             raise ValueError(
                 f"{names[0]}: use_muon = True, but Muon updates only matrices of real numbers, and this is a parameter "
-                f"of shape {list(whole_shape(param))} and dtype {param.dtype}; remove the tag"
+                f"of shape {list(whole_shape(param))} and dtype {param.dtype}; remove use_muon"
             )
         return Route(tag, f"use_muon = {tag} set by the user", TAG)
     for option, use_muon in (("muon_exclude", False), ("muon_include", True)):
