@@ -142,8 +142,8 @@ def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State
 
 
 def storage_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
-    """Return the torch dtype in which a tensor's momentum is stored.
+    """Return the torch dtype of a tensor's stored momentum, for ``momentum_dtype`` in the config.
 
-    ``momentum_dtype``: ``bf16``, ``int8`` or ``fp32``, as in the config; ``fp32`` means the dtype of the tensor.
+    ``bf16`` and ``int8`` mean themselves; ``fp32`` means the dtype of the tensor.
     """
     return {"bf16": torch.bfloat16, "int8": torch.int8}.get(momentum_dtype, tensor.dtype)

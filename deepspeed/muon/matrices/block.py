@@ -42,9 +42,9 @@ class Piece(NamedTuple):
 class Block:
     """One matrix ``[rows, cols]`` inside a parameter. Newton-Schulz orthogonalizes each block separately.
 
-    The block starts at index ``offset`` of the flattened parameter. Its rows are ``stride`` elements apart. They may
-    form several ``bands``, groups of equal size that start ``gap`` elements apart, such as the queries of each head in
-    a fused weight. With n = rows / bands, element (i, j) of the block has index ``offset + i // n * gap + i % n *
+    The block starts at index ``offset`` of the flattened parameter, and its rows are ``stride`` elements apart. Rows
+    that are not evenly spaced form several ``bands`` of equal size, ``gap`` elements apart: the queries of each head in
+    a fused weight, for example. With n = rows / bands, the index of element (i, j) is ``offset + i // n * gap + i % n *
     stride + j``.
     """
 

@@ -157,10 +157,7 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
-    """Yield each possible split of a projection into matrices, as their widths, such as ``(64, 64, 64, 64)``.
-
-    ``per_query``: 2 if a gate follows each query head, otherwise 1.
-    """
+    """Yield each possible split of a projection, as the widths of its matrices, such as ``(64, 64, 64, 64)``."""
     if leaf in LATENT:
         yield (heads.nope, heads.value) * heads.queries
     elif leaf in QUERIES:

@@ -134,7 +134,7 @@ def _sharding(name: str, param: nn.Parameter, use_muon: bool) -> Sharding | None
         if not use_muon:
             return None
         raise MuonConfigError(
-            f"{name}: cannot tell how tensor parallelism split this parameter: {error}. To let AdamW update the "
+            f"{name}: cannot tell how tensor parallelism split this parameter: {error}; to let AdamW update the "
             "parameter, list its name in optimizer.params.muon_exclude"
         ) from None
 
@@ -202,10 +202,7 @@ def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, config: MuonConfig) -> Route:
-    """Return the route of a parameter for which the user has set no tag or pattern.
-
-    ``outer``: why the parameter is an embedding or output head; ``None`` if it is not known to be one.
-    """
+    """Return the route of a parameter without tag or pattern. ``outer``: why it is an embedding or head, if known."""
     if len(shape) != 2:
         return _route_of_more_dimensions(shape, uses[0], config.muon_conv)
     if lora := _lora(uses[0].name, shape):

@@ -39,9 +39,9 @@ def first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
 class Use(NamedTuple):
     """One place in the model that uses a parameter; a tied parameter has several.
 
-    ``name``: the parameter's name in the model. ``module``: the module that holds the parameter, as ``attribute``.
-    ``path``: the module's name in the model, without what wrappers such as DDP and PEFT add. ``parent``: the module
-    that contains ``module``.
+    ``name``: the parameter's name in the model. ``module``: the module that holds the parameter, under the name
+    ``attribute``. ``path``: the module's name in the model, without the parts that wrappers such as DDP and PEFT add.
+    ``parent``: the module that contains ``module``.
     """
 
     name: str

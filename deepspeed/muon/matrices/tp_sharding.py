@@ -26,8 +26,8 @@ class Sharding:
     """How a parameter is split over the ranks of a tensor-parallel group.
 
     ``shape``: shape before the split. ``axis``: 0 if each rank holds some rows (DeepSpeed calls that column parallel),
-    1 if it holds some columns. ``ranges``: for each rank the (start, size) of the rows or columns that it holds, such
-    as ``[[(0, 4)], [(4, 4)]]``. A rank may hold several ranges of a fused weight, one from each projection.
+    1 if it holds some columns. ``ranges``: for each rank the (start, size) of the rows or columns that it holds:
+    ``[[(0, 4)], [(4, 4)]]`` for two ranks. Of a fused weight, a rank may hold one range from each projection.
     """
 
     shape: tuple[int, ...]
