@@ -190,7 +190,9 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
             try:
                 tp_cut = sharding_of(param)
             except ValueError as error:
-                raise UnsupportedError(f"{spec.name}: cannot tell how tensor parallelism split it: {error}") from None
+                raise UnsupportedError(
+                    f"{spec.name}: cannot tell how tensor parallelism split this parameter: {error}"
+                ) from None
             if tp_cut:
                 shards[spec.name] = tp_cut, rank
     return shards
