@@ -93,15 +93,18 @@ def _layout(partitions: list[Partition]) -> str:
 
 
 def muon_facts_of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
-    """Return {parameter name: hash of how it is split into matrices} of all pipeline stages; a collective."""
+    """Return {parameter name: hash of how it is split into matrices} for Muon's parameters in all pipeline stages.
+
+    A collective.
+    """
     return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
 
 
 def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:
     """Return those facts of :func:`engine_fingerprint` that DeepSpeed's own checkpoint files contain.
 
-    Call it if there is no manifest. It opens the files that this rank would load, but reads no tensor. One more key,
-    ``order``, has the names and shapes of the parameters in their order; at stage 0 only their sizes.
+    Call it if there is no :mod:`manifest`. It opens the files that this rank would load, but reads no tensor. One more
+    key, ``order``, has the names and shapes of the parameters in their order; at stage 0 only their sizes.
 
     Args:
         arguments: {name of an argument of ``load_checkpoint``: value}.

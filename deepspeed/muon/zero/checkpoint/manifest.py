@@ -70,14 +70,14 @@ def _records(archive: zipfile.ZipFile) -> int:
 
 
 def is_of(file: Path, save_id: str) -> bool:
-    """Return whether the header or manifest ``file`` belongs to the save ``save_id``; False if it cannot be read."""
+    """Return whether a file of :func:`begin` or :func:`finish` belongs to the save ``save_id``; False if unreadable."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(file.read_text())["save_id"] == save_id
     return False
 
 
 def forget(file: Path, save_id: str) -> bool:
-    """Remove the header or manifest ``file`` if it belongs to the save ``save_id``; return whether it was removed."""
+    """Remove a file of :func:`begin` or :func:`finish` if it belongs to the save ``save_id``; return whether it did."""
     with suppress(OSError):
         if is_of(file, save_id):
             file.unlink()

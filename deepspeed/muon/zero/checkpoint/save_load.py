@@ -67,7 +67,7 @@ def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> 
         values["custom_load_fn"] = values["custom_load_fn"] is not None
     titles = {name: f"{call}: the argument {name}" for name in values}
     if verdict := differences(gathered(values), titles):
-        raise CheckpointError(f"{verdict['error']}; pass the same on all ranks. Nothing was written or changed")
+        raise CheckpointError(f"{verdict['error']}; pass the same value on all ranks. Nothing was written or changed")
 
 
 def _position(engine: Any) -> int:
@@ -119,8 +119,8 @@ def _warn_of_different_client_states(engine: Any, state: Any) -> None:
     if differing and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: the client_state of ranks {differing} differs from that of rank 0. At ZeRO stages 0 to 2 "
-            "DeepSpeed saves the client_state of only one rank and loads it on all ranks; gather in it what all "
-            "ranks need, before the save"
+            "DeepSpeed saves the client_state of only one rank and loads it on all ranks; before the save, "
+            "gather what all ranks need into it"
         )
 
 
@@ -221,8 +221,8 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[str | None, str | None, bool]:
     """Check on all ranks what ``load_checkpoint(**arguments)`` would load; raise CheckpointError with all problems.
 
-    Return (tag, id of the save, whether the checkpoint needs a load by parameter names). The tag is ``None`` without
-    a checkpoint, the id without a manifest. ``may_change``: whether a load by parameter names is allowed.
+    Return (tag, id of the save, whether the checkpoint needs a load by parameter names). The tag is ``None`` if no
+    checkpoint was found, the id if there is no :mod:`manifest`. ``may_change``: whether a load by names is allowed.
     """
     found = gathered(_look(engine, arguments))
     ranks: dict[str, list[int]] = {}
@@ -261,7 +261,7 @@ def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | Non
     """Check this rank's files of the checkpoint that ``load_checkpoint(**arguments)`` would load.
 
     Return (tag, id of the save, a message for each damage, why the checkpoint does not fit the engine). The tag is
-    ``None`` without a checkpoint, the id without a manifest, the last item if the checkpoint fits.
+    ``None`` if no checkpoint was found, the id if there is no :mod:`manifest`, the last item if the checkpoint fits.
     """
     tag, header, damages, misfit = arguments["tag"], None, list[str](), None
     try:

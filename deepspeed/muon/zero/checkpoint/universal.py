@@ -112,7 +112,7 @@ class Folder:
         self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
-        """Return a parameter's weight (``key="fp32"``) or its state ``key``; only this rank's shard of a split one."""
+        """Return a parameter's weight (``key="fp32"``) or its state ``key``; if ranks split it, this rank's shard."""
         whole = self._whole(name, key)
         if name not in self.shards:
             return whole
