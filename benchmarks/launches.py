@@ -217,7 +217,7 @@ def fake_step(
     held = zip(flat, parts, plans, strict=True)
     partitions = [Partition(index, (t,), part.shards, None, p.rank, p.of_all.world_size) for t, part, p in held]
     candidates = Candidates.from_config(
-        optimizer.config, optimizer.tables_on(CPU), optimizer.ns_methods, CPU, has_bf16=True
+        optimizer.config, optimizer.kernels_on(CPU), optimizer.ns_methods, CPU, has_bf16=True
     )
     optimizer.bind(partitions, candidates.choose_untimed(optimizer.shapes), CPU)
     for (key, bound), of_part in zip(optimizer._steps.items(), plans, strict=True):

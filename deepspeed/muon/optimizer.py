@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.config.presets import preset_named
+from deepspeed.muon.config.presets import naming_preset_keys
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.exchange import Exchange, Phase
-from deepspeed.muon.exchange.failures import step_of_all
+from deepspeed.muon.exchange.failures import reports_failures
 from deepspeed.muon.exchange.groups import Agreed, agreed, limit_time
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.owner_set import owner_ranks
@@ -39,7 +39,7 @@ from deepspeed.muon.param_groups import check_decay_rates, check_options, split_
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
-from deepspeed.muon.replicas import agree_with_replicas, bind_whole, unwrapped
+from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.scheduler_view import UserGroups
 from deepspeed.muon.step.binding import StepContext, bind_partition
@@ -104,7 +104,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         split = split_groups(params, specs, self.config)
         #: Trained parameter -> its route and matrices, in the order of the parameter groups.
         self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
-        with preset_named(config):
+        with naming_preset_keys(config):
             layers = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
             #: Options without effect in this pipeline stage, and the error to raise if they have none in any stage.
             self.unused_options = check_options(model, self.specs.values(), self.config, layers)
@@ -131,7 +131,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=steps_done)
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: Whether the config or a parameter group sets a learning rate; otherwise stock DeepSpeed's defaults apply.
-        self.sets_a_rate = split.sets_a_rate
+        self.sets_learning_rate = split.sets_learning_rate
         # No defaults: each half has all of its settings, those of Muon or those of AdamW.
         super().__init__(split.halves, defaults={})
         # torch's schedulers require ``betas`` in the defaults before they cycle those of every group.
@@ -186,7 +186,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._fragments.clear()
         # Under CPU offload the shards are on the host, and Newton-Schulz runs on the accelerator.
         staging = Staging() if device.type != partitions[0].tensors[0].device.type else None
-        tables = self.tables_on(device)
+        tables = self.kernels_on(device)
         for partition in partitions:
             group = self.param_groups[partition.index]
             self.create_states(partition)
@@ -228,7 +228,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self.context.is_logging and self._steps and self.choice != self._logged_choice:
             self._logged_choice = self.choice
             _, tuning, device = self._binding
-            tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, self.tables_on(device).keys())
+            tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, self.kernels_on(device).keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict`` has all ranks' second moments of NorMuon; entry is a collective."""
@@ -244,7 +244,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Return the different values of ``ns_method`` in the Muon groups."""
         return {group["ns_method"] for group in self.param_groups if group["use_muon"]}
 
-    def tables_on(self, device: torch.device) -> dict[str, Operations]:
+    def kernels_on(self, device: torch.device) -> dict[str, Operations]:
         """Return {name: kernels} of all kernels that can multiply matrices on ``device``; ``"torch"`` comes first."""
         return product_tables(self.context.unavailable, device.type)
 
@@ -393,7 +393,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     # ---- the step -------------------------------------------------------------------------------------
 
     @torch._disable_dynamo  # a script may compile the function that calls step; compiling step gains nothing
-    @step_of_all
+    @reports_failures
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all tensors that are in ``param_groups`` now, and return what ``closure`` returns.
 
@@ -414,7 +414,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self.context.is_stepped_in_parts:
             # In every step, because a rank cannot know whether another rank has loaded a state.
             if self._replicas is not None:
-                agree_with_replicas(self, self._replicas)
+                check_replicas_agree(self, self._replicas)
             self.begin_step()
         # One answer for all ranks and groups, before the first group is updated: either all are updated or none.
         if not self._is_finite():
@@ -436,7 +436,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Call :meth:`bind` before the first step in plain PyTorch. Return False if this step must do nothing."""
         tensors = [p for group in self.param_groups for p in group["params"]]
         if all(p in self.specs for p in tensors):
-            bind_whole(self, self._replicas)
+            bind_without_sharding(self, self._replicas)
             return True
         if all(p.grad is None or not p.grad.any() for p in tensors):
             return False  # DeepSpeed's fp16 wrapper calls step once with zero gradients while it is being built
@@ -450,7 +450,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Return whether all gradients on all ranks are finite."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
-        return agreed(self.has_finite_gradients(), is_common=True)
+        return agreed(self.has_finite_gradients(), is_same_on_all_ranks=True)
 
     def has_finite_gradients(self) -> bool:
         """Return whether all gradients on this rank are finite."""

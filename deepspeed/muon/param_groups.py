@@ -34,7 +34,7 @@ class Split:
     #: The learning rate that a scheduler sees for all groups: the config's, otherwise the first one set by a group.
     reference_lr: float
     #: Whether the config or a group sets a learning rate.
-    sets_a_rate: bool
+    sets_learning_rate: bool
 
 
 def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
@@ -62,8 +62,8 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
         halves_of_all.extend(halves)
         given_lrs.append(given_lr)
     own = [lr for group, lr in zip(groups, given_lrs, strict=True) if group.get("lr") is not None]
-    reference = config.reference_lr if config.sets_a_rate or not own else own[0]
-    return Split(halves_of_all, origins, given_lrs, reference, config.sets_a_rate or bool(own))
+    reference = config.reference_lr if config.sets_learning_rate or not own else own[0]
+    return Split(halves_of_all, origins, given_lrs, reference, config.sets_learning_rate or bool(own))
 
 
 def _checked(params: Any) -> list[dict[str, Any]]:
@@ -221,7 +221,7 @@ def check_options(
         )
     trained = {spec.name for spec in specs}
     is_part = any(len(whole_shape(param)) > 1 and name not in trained for name, param in model.named_parameters())
-    if message := empty_muon_half(specs, is_part):
+    if message := no_matrix_error(specs, is_part):
         unused["type"] = message
     return _refuse(unused, model)
 
@@ -260,7 +260,7 @@ def _unmatched(model: nn.Module, config: MuonConfig) -> dict[str, str]:
 MAX_REASONS = 4
 
 
-def empty_muon_half(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
+def no_matrix_error(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     """Return the error message if no parameter goes to Muon and that is probably a mistake; otherwise ``None``.
 
     It is not a mistake if the model has no matrices, if the user sent all of them to AdamW (``muon_exclude``,

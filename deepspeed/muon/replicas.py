@@ -49,7 +49,7 @@ def _sharded_by(module: nn.Module) -> str | None:
     return None
 
 
-def bind_whole(optimizer: Any, replicas: Any) -> None:
+def bind_without_sharding(optimizer: Any, replicas: Any) -> None:
     """Call ``optimizer.bind`` in plain PyTorch. ``replicas``: DDP's process group; ``None`` without DDP."""
     rank, copies = init_and_rank(replicas) if replicas else (0, 1)
     unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
@@ -72,7 +72,7 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
     device = partitions[0].tensors[0].device
     candidates = Candidates.from_config(
         optimizer.config,
-        optimizer.tables_on(device),
+        optimizer.kernels_on(device),
         optimizer.ns_methods,
         device,
         has_bf16(device.type),
@@ -82,7 +82,7 @@ def bind_whole(optimizer: Any, replicas: Any) -> None:
     optimizer.bind(partitions, candidates.choose(optimizer.shapes, world_size=1, may_time=may_measure), device)
 
 
-def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
+def check_replicas_agree(optimizer: Any, replicas: Any) -> None:
     """Check that all DDP ranks have the same settings and plan, and create the plan's process groups; a collective.
 
     Called in every step, because one rank may have loaded another state. ``replicas``: DDP's process group.
@@ -95,7 +95,7 @@ def agree_with_replicas(optimizer: Any, replicas: Any) -> None:
     unavailable = sorted(kind for kind, reason in optimizer.context.unavailable.items() if reason)
     facts = optimizer.config.digest(), str(unavailable), optimizer.digest(), str(optimizer.steps_done)
     check_agreement(facts, replicas, optimizer.compute_device)
-    _make_sets(optimizer.owner_sets, replicas, optimizer.compute_device)
+    _make_process_groups(optimizer.owner_sets, replicas, optimizer.compute_device)
 
 
 def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
@@ -110,7 +110,7 @@ def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> N
         )
 
 
-def _make_sets(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
+def _make_process_groups(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
     """Create process groups for ``sets`` of ranks, such as ``[(0, 1), (0, 1, 2, 3)]``, unless all exist.
 
     All ranks of ``group``, DDP's process group, call this together, each with the sets to which it belongs.

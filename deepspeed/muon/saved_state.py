@@ -36,7 +36,7 @@ WEIGHTS_ALONE = (
 
 
 @dataclass(frozen=True)
-class AsSaved:
+class UncastMomentum:
     """A loaded momentum, wrapped so that ``Optimizer.load_state_dict`` does not cast it to its parameter's dtype."""
 
     tensor: Tensor
@@ -79,7 +79,7 @@ class SavedForm:
         if self.scaler is not None:
             groups[0][SCALE] = self.scaler.state_dict()
         if self.is_convertible:
-            found = muon_facts(optimizer)
+            found = split_hashes(optimizer)
             facts = {"matrices": list(found), "blocks": {name: cut for name, cut in found.items() if cut}}
             # In all groups, because the converter keeps one pipeline stage's groups, and that may have no Muon group.
             for group in groups:
@@ -106,8 +106,8 @@ class SavedForm:
     def before_load(self, optimizer: Any, saved: Saved) -> Saved:
         """Return a copy of the state dict ``saved`` that torch can load. Torch calls this before ``load_state_dict``.
 
-        Each momentum becomes an :class:`AsSaved` under the key ``momentum_buffer``. Under DeepSpeed, raise ValueError
-        if Muon updated other parameters in the saved run.
+        Each momentum becomes an :class:`UncastMomentum` under the key ``momentum_buffer``. Under DeepSpeed, raise
+        ValueError if Muon updated other parameters in the saved run.
         """
         state, groups = dict(saved["state"]), [dict(group) for group in saved["param_groups"]]
         if self.is_convertible:
@@ -124,7 +124,7 @@ class SavedForm:
                 if MOMENTUM in entry:
                     tensor = entry[MOMENTUM]
                     # torch would cast a bare tensor to the parameter's dtype, which may have fewer digits.
-                    entry[MOMENTUM] = AsSaved(tensor, torch.int8 if is_int8 else tensor.dtype)
+                    entry[MOMENTUM] = UncastMomentum(tensor, torch.int8 if is_int8 else tensor.dtype)
         self._before = {tensor: dict(entry) for tensor, entry in optimizer.state.items()}
         return {**saved, "state": state, "param_groups": groups}
 
@@ -158,7 +158,7 @@ def _cast_momentum(optimizer: Any) -> None:
     for tensor, state in optimizer.state.items():
         if MOMENTUM not in state:
             continue
-        saved: AsSaved = state.pop(MOMENTUM)
+        saved: UncastMomentum = state.pop(MOMENTUM)
         dtype = storage_dtype(tensor, optimizer.config.momentum_dtype)
         if saved.dtype != dtype:
             changes.add((saved.dtype, dtype))
@@ -212,7 +212,7 @@ def block_hashes(optimizer: Any) -> dict[str, str]:
     return {s.name: short_hash(str([(b.offset, b.rows, b.cols, b.bands) for b in s.blocks]), 8) for s in cut}
 
 
-def muon_facts(optimizer: Any) -> dict[str, str]:
+def split_hashes(optimizer: Any) -> dict[str, str]:
     """Return :func:`block_hashes` of Muon's parameters in all pipeline stages, with "" for each that is not split."""
     if optimizer.context.muon_of_all_stages is not None:
         return optimizer.context.muon_of_all_stages

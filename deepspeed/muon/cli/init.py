@@ -86,7 +86,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
         params, changes = _params_from_adamw(path, config, optimizer, schedule)
     config["optimizer"] = {"type": "Muon", "params": params}
     if momentum := momentum_note(schedule):
-        what = "kept" if schedule.is_asked else "on by default"
+        what = "kept" if schedule.sets_cycle_momentum else "on by default"
         changes.append(Decision("scheduler.params.cycle_momentum", what, momentum.partition(" ")[2]))
     read_settings(path, config, world_size=1)  # raises what the engine would raise
     decisions += changes

@@ -21,10 +21,18 @@ from deepspeed.muon.cli.init import NEXT, as_written
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.parser import REPORT, parser
+from deepspeed.muon.cli.plan_tables import aligned, plan_text, rows_of
 from deepspeed.muon.cli.plot import plot
-from deepspeed.muon.cli.report import as_text, environment, of_launch
-from deepspeed.muon.cli.tables import aligned, plan_text, rows_of
-from deepspeed.muon.forecast.estimate import Estimate, estimate, milliseconds, per_rank, prove, stock_clipping, totals
+from deepspeed.muon.cli.report import as_text, check_launch, environment
+from deepspeed.muon.forecast.estimate import (
+    Estimate,
+    check_plan,
+    estimate,
+    milliseconds,
+    per_rank,
+    stock_clipping,
+    totals,
+)
 from deepspeed.muon.forecast.layout import halves_of
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
@@ -101,7 +109,7 @@ def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         return facts, as_text(facts, args.all)
     if "RANK" not in os.environ:
         raise errors.SettingsError(f"--live needs a launcher, which starts the command on all ranks: {LAUNCHED}")
-    found = of_launch()
+    found = check_launch()
     if found is None:  # this is not rank 0, which prints and writes
         raise SystemExit(0)
     text, file = as_text(found, args.all), args.out or Path(REPORT)
@@ -153,7 +161,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         plain=config.kernels == "torch",
     )
     found = estimate(halves, layout, config, memory)
-    checked = prove(found, config, memory) if args.check else None
+    checked = check_plan(found, config, memory) if args.check else None
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
@@ -178,7 +186,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
         "assumptions": [f"owners are balanced for {where}; all trainable parameters are in one group"],
         "notes": [
-            *([] if config.preset == "none" else [config.preset_says]),
+            *([] if config.preset == "none" else [config.preset_summary]),
             *settings.notes,
             *([CHOSEN_LATER] if "auto" in (config.ns_dtype, config.ns_method) else []),
         ],

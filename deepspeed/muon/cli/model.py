@@ -41,7 +41,7 @@ def build(text: str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def _as_model_error(what: str) -> Iterator[None]:
     """Turn an exception in the ``with`` block into a ModelError whose one-line message begins with ``what``."""
     try:
         yield
@@ -62,14 +62,14 @@ def _without_data() -> Iterator[None]:
 
 
 def _from_function(source: str, name: str) -> nn.Module:
-    with _blaming(f"importing {source} raised"):
+    with _as_model_error(f"importing {source} raised"):
         module = _load(source)
     function = getattr(module, name, None)
     if not callable(function):
         callables = [key for key, value in vars(module).items() if callable(value)]
         hint = did_you_mean(name, callables, "")
         raise ModelError("; ".join(filter(None, [f"{source} has no function {name!r}", hint])))
-    with _blaming("the function raised"), _without_data():
+    with _as_model_error("the function raised"), _without_data():
         model = function()
     if not isinstance(model, nn.Module):
         raise ModelError(f"the function returned {type(model).__name__}, expected a torch.nn.Module")
@@ -103,7 +103,7 @@ def _from_hugging_face(text: str) -> nn.Module:
             f"a Hugging Face model needs the package transformers (pip install transformers); {EXPECTED}"
         ) from None
     config = _config(transformers, text)
-    with _blaming(f"building {type(config).__name__} raised"), _without_data():
+    with _as_model_error(f"building {type(config).__name__} raised"), _without_data():
         try:
             return transformers.AutoModelForCausalLM.from_config(config)
         except ValueError as error:
@@ -120,7 +120,7 @@ def _config(transformers: ModuleType, text: str) -> Any:
     if not exists and (text.count("/") > 1 or text.endswith(".json") or text.startswith((".", "/"))):
         raise ModelError(f"no such file or folder; {EXPECTED}")
     try:
-        with _blaming("its config cannot be read:"):
+        with _as_model_error("its config cannot be read:"):
             return transformers.AutoConfig.from_pretrained(text)
     except ModelError:
         if exists or "/" in text:

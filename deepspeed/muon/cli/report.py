@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from deepspeed.muon.cli.tables import aligned
+from deepspeed.muon.cli.plan_tables import aligned
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.tuning import keep_dtype_hint, measure_rates
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
+from deepspeed.muon.zero.live_trial import run_trial
 from deepspeed.muon.zero.patches import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
-from deepspeed.muon.zero.trial import run_trial
 
 #: The entry point that activates the package at ``import torch``.
 ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
@@ -102,7 +102,7 @@ def _first_line(*command: str) -> str | None:
     return found.stdout.partition("\n")[0] or None
 
 
-def of_launch() -> dict[str, Any] | None:
+def check_launch() -> dict[str, Any] | None:
     """Compare the software of all ranks, and train a small model on them (:func:`run_trial`). A collective call.
 
     Return on rank 0 the result of :func:`environment` with findings about all ranks under the key ``launch``. Return
@@ -156,7 +156,7 @@ def _problems(facts: dict[str, Any]) -> Iterator[str]:
         yield "torch sees a GPU, but was built without nccl; install a build of torch for CUDA"
 
 
-def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
+def _replaced_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
     """Return table rows about the attributes of DeepSpeed that deepspeed-muon replaces.
 
     ``states``: {name of the attribute: its state}. ``every``: list all attributes instead of counting them.
@@ -179,7 +179,8 @@ def _seam_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
 def as_text(facts: dict[str, Any], every: bool = False) -> str:
     """Return a report as text for a terminal, problems first.
 
-    ``facts``: result of :func:`environment` or :func:`of_launch`. ``every``: list each replaced attribute of DeepSpeed.
+    ``facts``: result of :func:`environment` or :func:`check_launch`. ``every``: list each replaced attribute of
+    DeepSpeed.
     """
     tested, activation = facts["tested_deepspeed"], facts["activation"]
     device = facts["accelerator"]
@@ -189,7 +190,7 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
         *([name, version or "not installed"] for name, version in facts["versions"].items()),
         *([name, version or "not found"] for name, version in facts["tools"].items()),
         ["tested DeepSpeed", f"{tested['oldest']} to {tested['newest']}; this one: {inside}"],
-        *_seam_rows(facts["seams"], every),
+        *_replaced_rows(facts["seams"], every),
         ["entry point", "registered" if activation["entry_point_registered"] else "NOT REGISTERED"],
         *([name, "not set" if value is None else value] for name, value in activation["switches"].items()),
         ["active", "at import deepspeed" if activation["automatic"] else "only by import deepspeed.muon"],

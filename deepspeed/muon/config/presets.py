@@ -105,7 +105,7 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def preset_named(params: Mapping[str, Any]) -> Iterator[None]:
+def naming_preset_keys(params: Mapping[str, Any]) -> Iterator[None]:
     """Add to a MuonConfigError from the ``with`` block which keys in its message the preset has set, not the user.
 
     ``params``: the user's ``optimizer.params``.

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from deepspeed.muon.config import types
 from deepspeed.muon.config.messages import explain
-from deepspeed.muon.config.presets import PRESETS, filled_in, preset_named
+from deepspeed.muon.config.presets import PRESETS, filled_in, naming_preset_keys
 from deepspeed.muon.config.types import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
@@ -191,7 +191,7 @@ class MuonConfig(BaseModel):
         return Schedules(**{field.name: getattr(self, field.name) for field in fields(Schedules)})
 
     @property
-    def of_preset(self) -> dict[str, Any]:
+    def preset_values(self) -> dict[str, Any]:
         """Return {key: value} for the preset's settings that the user has not overridden; empty without a preset."""
         if self.preset == "none":
             return {}
@@ -200,9 +200,9 @@ class MuonConfig(BaseModel):
         return {key: value for key, value in values.items() if getattr(self, key) == getattr(published, key)}
 
     @property
-    def preset_says(self) -> str:
+    def preset_summary(self) -> str:
         """Return a text for the log that lists the values of the preset that the user has not overridden."""
-        set_by_it = ", ".join(f"{key} {json.dumps(value)}" for key, value in self.of_preset.items())
+        set_by_it = ", ".join(f"{key} {json.dumps(value)}" for key, value in self.preset_values.items())
         return f"preset {self.preset} sets {set_by_it or 'nothing'}"
 
     @property
@@ -240,10 +240,10 @@ class MuonConfig(BaseModel):
     @property
     def stock_tuning(self) -> list[str]:
         """Return the keys, such as ``momentum``, that the user has probably tuned for stock DeepSpeed's Muon."""
-        return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.of_preset]
+        return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.preset_values]
 
     @property
-    def sets_a_rate(self) -> bool:
+    def sets_learning_rate(self) -> bool:
         """Return whether the config sets ``lr``, ``muon_lr`` or ``adam_lr``."""
         return any(rate is not None for rate in (self.lr, self.muon_lr, self.adam_lr))
 
@@ -333,6 +333,6 @@ def parse(
         errors += [dict(item) for item in error.errors()]
     if errors:
         lines = dict.fromkeys(explain(item, written, MuonConfig, known, where) for item in errors)
-        with preset_named(params or {}):
+        with naming_preset_keys(params or {}):
             raise MuonConfigError("\n".join(lines)) from None
     return config

@@ -40,7 +40,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class CollectiveRecorder:
     """A log of the collectives and messages that this process starts inside :meth:`recording`.
 
-    :func:`first_fault` compares the logs of all ranks. ``calls``: the collectives, and the calls of
+    :func:`first_mismatch` compares the logs of all ranks. ``calls``: the collectives, and the calls of
     ``torch.distributed.new_group``, in order. ``messages``: the sends and receives, in order.
     """
 
@@ -94,7 +94,7 @@ class CollectiveRecorder:
         log.append(self._known.setdefault((call, call.caller), call))
 
 
-def first_fault(recorders: Sequence[CollectiveRecorder]) -> str | None:
+def first_mismatch(recorders: Sequence[CollectiveRecorder]) -> str | None:
     """Compare the calls of all ranks. Return a description of the first mismatch on which NCCL could hang, or ``None``.
 
     ``recorders``: the recorder of rank 0, of rank 1, and so on.

@@ -97,7 +97,7 @@ class Exchange:
 
         return OwnerSet(owner_group(self.group, batch.owners), batch.owners, call)
 
-    def collect(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    def gather_vectors(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Return NorMuon's second moments of all matrices as {matrix name: fp32 CPU vector}; a collective.
 
         ``own``: {matrix name: fp32 vector} of the matrices that this rank owns. ``sizes``: {matrix name: length} of all

@@ -25,7 +25,7 @@ GRACE = 5.0
 LAST_WORDS = 2.0
 
 
-class _Steps:
+class _CurrentStep:
     """This process's current or latest step. Steps are numbered from 1, equally on all ranks.
 
     ``began``: time of :func:`time.monotonic` at the start. ``is_left``: whether the process has ended the step.
@@ -44,23 +44,23 @@ def failures_reported() -> Iterator[None]:
 
     The exception is then raised again.
     """
-    if _Steps.has_failed:  # the script has handled an exception and continues; all ranks may have had it
+    if _CurrentStep.has_failed:  # the script has handled an exception and continues; all ranks may have had it
         with suppress(Exception):
-            torch.distributed.distributed_c10d._get_default_store().delete_key(_key(_Steps.number))
-    _Steps.number, _Steps.began = _Steps.number + 1, time.monotonic()
-    _Steps.is_left = _Steps.has_failed = False
+            torch.distributed.distributed_c10d._get_default_store().delete_key(_key(_CurrentStep.number))
+    _CurrentStep.number, _CurrentStep.began = _CurrentStep.number + 1, time.monotonic()
+    _CurrentStep.is_left = _CurrentStep.has_failed = False
     try:
         yield
     except BaseException as error:
-        _Steps.has_failed = True
+        _CurrentStep.has_failed = True
         with suppress(Exception):  # the store may be gone with its rank; the original error must be raised
             _report(f"rank {torch.distributed.get_rank()}: {type(error).__name__}: {error}")
         raise
     finally:
-        _Steps.is_left = True
+        _CurrentStep.is_left = True
 
 
-def step_of_all(step: Callable) -> Callable:
+def reports_failures(step: Callable) -> Callable:
     """Decorate an optimizer's ``step``, so that it runs inside :func:`failures_reported`.
 
     Where DeepSpeed calls ``step`` several times in one training step, the caller enters :func:`failures_reported`
@@ -85,7 +85,7 @@ def _report(text: str) -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     store = torch.distributed.distributed_c10d._get_default_store()
-    first = store.compare_set(_key(_Steps.number), "", text).decode()
+    first = store.compare_set(_key(_CurrentStep.number), "", text).decode()
     if first != text:
         logger.error("deepspeed-muon: another rank failed first in this step; fix the cause of its error: %s", first)
     elif torch.distributed.get_rank() == 0:
@@ -99,7 +99,7 @@ def first_failure() -> str:
     """
     with suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()
-        for number in (_Steps.number, _Steps.number - 1):
+        for number in (_CurrentStep.number, _CurrentStep.number - 1):
             if store.check([_key(number)]):
                 return store.get(_key(number)).decode()
     return ""
@@ -111,11 +111,16 @@ def end_if_left_alone(is_waiting: Callable[[], bool]) -> None:
     The watchdog thread calls this every few seconds. ``is_waiting``: function that returns whether a collective of this
     process is still running :data:`GRACE` seconds after its launch.
     """
-    number = _Steps.number
-    if number == 0 or _Steps.has_failed or time.monotonic() - _Steps.began < GRACE:
+    number = _CurrentStep.number
+    if number == 0 or _CurrentStep.has_failed or time.monotonic() - _CurrentStep.began < GRACE:
         return
     text = first_failure()
-    if not text or (_Steps.is_left and not is_waiting()) or _Steps.has_failed or _Steps.number != number:
+    if (
+        not text
+        or (_CurrentStep.is_left and not is_waiting())
+        or _CurrentStep.has_failed
+        or _CurrentStep.number != number
+    ):
         return
     logger.error(
         "deepspeed-muon: this process ends, because it waits in a step in which another rank failed; "

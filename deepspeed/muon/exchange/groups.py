@@ -65,13 +65,13 @@ def summed(values: Tensor) -> Tensor:
     return sums
 
 
-def agreed(has_passed: bool, *, group: Any = None, is_common: bool = False) -> Agreed:
+def agreed(has_passed: bool, *, group: Any = None, is_same_on_all_ranks: bool = False) -> Agreed:
     """Return whether a check has passed on all ranks of ``group`` (``None``: all ranks).
 
-    ``has_passed``: whether it has passed on this rank. ``is_common``: whether all ranks check the same numbers, such as
-    a norm that ZeRO has reduced. If so, ``has_passed`` is returned. Otherwise this is a collective.
+    ``has_passed``: whether it has passed on this rank. ``is_same_on_all_ranks``: whether all ranks check the same
+    numbers, such as a norm that ZeRO has reduced. If so, ``has_passed`` is returned. Otherwise this is a collective.
     """
-    if is_common:
+    if is_same_on_all_ranks:
         return Agreed(has_passed)
     has_failed = torch.tensor(
         float(not has_passed), dtype=torch.float32, device=get_accelerator().current_device_name()

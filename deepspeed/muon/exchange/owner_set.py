@@ -42,7 +42,7 @@ def owner_group(group: Any, size: int) -> Any:
     return group if size == torch.distributed.get_world_size(group) else group_of(owner_ranks(group, size))
 
 
-def neighbours_in(group: Any, ranks_per_node: int) -> int:
+def aligned_ranks_per_node(group: Any, ranks_per_node: int) -> int:
     """Return the largest n such that every n consecutive ranks of ``group`` share a node.
 
     ``ranks_per_node``: number of world ranks on each node.

@@ -165,7 +165,7 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
 
 
 @without_collector()
-def prove(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
+def check_plan(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
     """Check a plan: the collectives of all ranks match, and each element reaches the rank that orthogonalizes it.
 
     ``config``, ``memory``: the arguments that :func:`estimate` was called with.

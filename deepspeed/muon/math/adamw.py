@@ -16,7 +16,7 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.momentum_storage import Fragment
-from deepspeed.muon.math.wide import in_fp32
+from deepspeed.muon.math.wide_arithmetic import in_fp32
 
 #: Elements that :func:`update_squares` processes at a time.
 CHUNK = 2**20

@@ -22,7 +22,7 @@ from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, base_of, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, segments
-from deepspeed.muon.math.wide import scale, widened
+from deepspeed.muon.math.wide_arithmetic import scale, widened
 
 METHODS = ("standard", "gram")
 #: The dtypes of the products, the most exact first.

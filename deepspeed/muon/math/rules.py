@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.reference import near_one_
 from deepspeed.muon.kernels.workspace import Workspace, has_fp64
-from deepspeed.muon.math.wide import scale, sums_of_squares, widened
+from deepspeed.muon.math.wide_arithmetic import scale, sums_of_squares, widened
 
 #: Value of ``muon_eq`` and ``muon_plus`` -> the norms to make equal, one after the other: 0 for the norms of each
 #: output's weights, 1 for the norms of each input's weights.

@@ -129,7 +129,7 @@ class StepStats:
             parts = [
                 (name, scale, chunk)
                 for name, weight, update, scale in runs
-                for chunk in sums_of_update(weight, update, counts_decay)
+                for chunk in sizes_of_update(weight, update, counts_decay)
             ]
             chunks = torch.stack([chunk for *_, chunk in parts]).tolist() if parts else []  # one copy to the host
             for (name, scale, _), (count, weight_norm, norm, decays) in zip(parts, chunks, strict=True):
@@ -211,7 +211,7 @@ def _gram(x: Tensor, scale: float) -> Tensor:
     return gram
 
 
-def sums_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[Tensor]:
+def sizes_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[Tensor]:
     """Yield, for each chunk of a tensor, sizes of the weights and of their update, fp32 ``[4]``.
 
     The four are: number of elements, norm of the weights, norm of the update, number of elements that decay.

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed, processes
-from deepspeed.muon.exchange.owner_set import neighbours_in
+from deepspeed.muon.exchange.owner_set import aligned_ranks_per_node
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.selection import Unavailable
@@ -82,7 +82,7 @@ def bind_partition(
         second_moments: NorMuon's second moments of all partitions.
     """
     method = partial(method_of, choice, group["ns_method"])
-    near = neighbours_in(partition.group, context.ranks_per_node) if processes() > 1 else 1
+    near = aligned_ranks_per_node(partition.group, context.ranks_per_node) if processes() > 1 else 1
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
     saved_counts = group.get("owner_counts", {})
     # The number of ranks before the partition may shrink to one below: statistics are divided by it.

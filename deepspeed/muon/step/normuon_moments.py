@@ -61,7 +61,7 @@ class SecondMoments:
         A collective: entering the context collects the moments from their owners.
         """
         owned = self.by_name
-        found = [exchange.collect(owned, outputs) for exchange, outputs in self._outputs]
+        found = [exchange.gather_vectors(owned, outputs) for exchange, outputs in self._outputs]
         self.by_name = {name: moment for moments in found for name, moment in moments.items()} if found else owned
         try:
             yield

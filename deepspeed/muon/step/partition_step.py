@@ -35,7 +35,7 @@ from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.momentum_storage import MOMENTUM, Blocks, Fragment, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
-from deepspeed.muon.math.wide import in_fp32
+from deepspeed.muon.math.wide_arithmetic import in_fp32
 from deepspeed.muon.monitor.step_stats import ABSENT, StepStats
 from deepspeed.muon.plan.bucket import Bucket, ShardRun, Span
 from deepspeed.muon.plan.plan import Plan

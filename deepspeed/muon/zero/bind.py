@@ -27,12 +27,12 @@ from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.step.partition_step import short_hash
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_time
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.checkpoint.compatibility import muon_facts_of_all_stages
+from deepspeed.muon.zero.checkpoint.compatibility import split_hashes_of_all_stages
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
 from deepspeed.muon.zero.consensus import Facts, agree, differences
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
-from deepspeed.muon.zero.tp_ranks import grid_of, matrix_share
+from deepspeed.muon.zero.tp_ranks import grid_of, stage_number
 from deepspeed.muon.zero.wrappers.registry import adapter_for
 from deepspeed.muon.zero.wrappers.tensor_parallel import partitions_over_tp
 
@@ -44,16 +44,16 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     """Compare the version, config and parameters of all ranks, and return what they have in common; a collective.
 
     A *stage* below is a pipeline stage. Under ``tp_mode: shard``, each tensor-parallel rank's shards of it count as a
-    stage of their own (:func:`matrix_share`).
+    stage of their own (:func:`stage_number`).
 
     Returns:
         - ``bf16``: whether the devices of all ranks compute with bf16.
-        - ``races``: whether kernels may be chosen by timing them. It is false if one rank is in deterministic mode.
+        - ``may_time``: whether kernels may be chosen by timing them. It is false if one rank is in deterministic mode.
         - ``shapes``: ``[rows, columns, count]`` for each shape of a Muon matrix; ``count`` is the largest of any stage.
         - ``ns_methods``: the values of ``ns_method`` that any parameter group uses.
         - ``groups``: the largest number of parameter groups in a stage.
         - ``matrices``: the number of Muon's matrices in the whole model.
-        - ``firsts``: the lowest rank of each stage.
+        - ``first_ranks``: the lowest rank of each stage.
         - ``ranks_per_node``: how many consecutive ranks share a host.
         - ``monitor``: whether DeepSpeed's monitor is enabled on rank 0.
 
@@ -87,7 +87,7 @@ def bind_engine(engine: Any) -> None:
     peers, muon_of_all_stages = None, None
     if engine.pipeline_parallelism:
         peers = grid.group if grid else engine.mpu.get_data_parallel_group()
-        muon_of_all_stages = muon_facts_of_all_stages(optimizer)
+        muon_of_all_stages = split_hashes_of_all_stages(optimizer)
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     is_finite = adapter.watch_gradients()
     adapter.prepare(agreed["groups"])
@@ -113,14 +113,14 @@ def bind_engine(engine: Any) -> None:
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, tuning, device)
     with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
-        compare_plans(engine)
+        prepare_plans(engine)
     is_recorded = agreed["monitor"] and optimizer.config.monitor_interval > 0
     engine._muon_recorder = Recorder(optimizer, get_accelerator().synchronize) if is_recorded else None
     optimizer.saved_form.is_convertible = True  # for DeepSpeed's converter, which reads AdamW's names only
     adapter.patch_state_access()
     support_universal_checkpoints(adapter)
     start_watchdog()
-    if engine.global_rank in agreed["firsts"]:
+    if engine.global_rank in agreed["first_ranks"]:
         log_startup(adapter, tuning, agreed["matrices"])
 
 
@@ -133,17 +133,17 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
         DisagreementError: timing the candidates failed on some rank. All ranks raise this.
     """
     shapes = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
-    methods, tables = set(agreed["ns_methods"]), optimizer.tables_on(device)
+    methods, tables = set(agreed["ns_methods"]), optimizer.kernels_on(device)
 
     def slowest(measure: Callable[[], Rates]) -> Rates:  # in each step all ranks wait for the slowest one
         return agree(lambda: {"rates": measure()}, lambda facts: lowest_rates([stated["rates"] for stated in facts]))
 
     return Candidates.from_config(optimizer.config, tables, methods, device, agreed["bf16"]).choose(
-        shapes, world_size, agreed["races"], is_logging_rank=optimizer.context.is_logging, slowest=slowest
+        shapes, world_size, agreed["may_time"], is_logging_rank=optimizer.context.is_logging, slowest=slowest
     )
 
 
-def compare_plans(engine: Any) -> None:
+def prepare_plans(engine: Any) -> None:
     """Check that the ranks have the same plan, which says which ranks orthogonalize which matrix; a collective.
 
     Also compile the kernels and make the plan's process groups. Call it after each call of ``MuonWithAuxAdam.bind``.
@@ -153,9 +153,9 @@ def compare_plans(engine: Any) -> None:
     """
     optimizer = engine.basic_optimizer
     pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
-    stated = {"stage": matrix_share(engine, optimizer), "choice": pinned, "plan": optimizer.digest()}
+    stated = {"stage": stage_number(engine, optimizer), "choice": pinned, "plan": optimizer.digest()}
     stated["sets"] = sorted(ranks for ranks in optimizer.owner_sets if not is_made(ranks))
-    titles = {
+    texts = {
         "choice": "the choice of dtype, methods and kernels of Newton-Schulz",
         "plan": "ranks {ranks} have planned another exchange than rank {first}; call load_checkpoint, and whatever "
         "else changes the optimizer, on all ranks",
@@ -167,7 +167,7 @@ def compare_plans(engine: Any) -> None:
 
     def judge(facts: list[Facts]) -> Facts:
         sets = sorted({tuple(ranks) for one in facts for ranks in one["sets"]})
-        return differences(facts, titles, within="stage") or {"sets": sets}
+        return differences(facts, texts, within="stage") or {"sets": sets}
 
     make_groups(agree(state, judge)["sets"], optimizer.compute_device)
 
@@ -178,14 +178,14 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     return {
         "version": __version__,
         "config": optimizer.config.digest(),
-        "stage": matrix_share(engine, optimizer),
+        "stage": stage_number(engine, optimizer),
         "groups": short_hash(json.dumps(groups)),
         "routes": short_hash("".join(routes)),
         "order": short_hash("\n".join(s.name for s in optimizer.specs.values())),
         "bf16": has_bf16(get_accelerator().device_name(), get_accelerator().is_bf16_supported()),
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
-        "races": may_time(),
+        "may_time": may_time(),
         # Ranks with the same host name share a node, and only they may own a matrix together.
         "host": socket.gethostname(),
         "group_count": len(groups),
@@ -211,20 +211,20 @@ def _judge_settings(facts: list[Facts]) -> Facts:
     }
     if error := differences(facts, of_all) or differences(facts, of_parameters, within="stage"):
         return error
-    firsts = {stated["stage"]: rank for rank, stated in reversed(list(enumerate(facts)))}
-    stages = [facts[rank] for _, rank in sorted(firsts.items())]
+    first_ranks = {stated["stage"]: rank for rank, stated in reversed(list(enumerate(facts)))}
+    stages = [facts[rank] for _, rank in sorted(first_ranks.items())]
     counted: Counter[tuple[int, int]] = Counter()
     for stated in stages:
         counted |= Counter({(rows, cols): count for rows, cols, count in stated["shapes"]})
     return {
         "bf16": all(stated["bf16"] for stated in facts),
-        "races": all(stated["races"] for stated in facts),
+        "may_time": all(stated["may_time"] for stated in facts),
         "ranks_per_node": count_ranks_per_node([stated["host"] for stated in facts]),
         "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
         "shapes": [[*shape, count] for shape, count in counted.items()],
         "groups": max(stated["group_count"] for stated in stages),
         "matrices": sum(stated["matrices"] for stated in stages),
-        "firsts": sorted(firsts.values()),
+        "first_ranks": sorted(first_ranks.values()),
         "monitor": facts[0]["monitor"],  # one answer for all, because a record is a collective; rank 0 writes
         "unused_options": [
             f"stage {stated['stage']}: {stated['unused_options'][option]}"

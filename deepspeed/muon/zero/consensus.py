@@ -134,26 +134,26 @@ def _silence(ranks: list[int]) -> str:
     )
 
 
-def differences(facts: list[Facts], titles: dict[str, str], within: str = "") -> Facts:
+def differences(facts: list[Facts], texts: dict[str, str], within: str = "") -> Facts:
     """Compare facts between ranks. Return ``{"error": text}`` that names ranks which differ; ``{}`` if all are equal.
 
     Args:
         facts: the facts of each rank, in the order of ranks.
-        titles: {key of a fact to compare: text}. The text is a whole error, in which ``{ranks}`` and ``{first}`` are
+        texts: {key of a fact to compare: text}. The text is a whole error, in which ``{ranks}`` and ``{first}`` are
             replaced by the ranks that differ and the rank from which they differ. Without these placeholders it is a
-            title, such as ``the version`` for the error "the version differs: rank 0 has 1, ranks [1] have [2]".
+            text, such as ``the version`` for the error "the version differs: rank 0 has 1, ranks [1] have [2]".
         within: key of a fact. Only ranks with the same value of this fact are compared with one another. By default all
             ranks are compared.
     """
     teams = ranks_by_value(stated.get(within) for stated in facts).values()
-    for key, title in titles.items():
+    for key, text in texts.items():
         for first, *others in teams:
             if differing := [rank for rank in others if facts[rank][key] != facts[first][key]]:
-                if "{ranks}" in title:
-                    return {"error": title.format(ranks=differing, first=first)}
+                if "{ranks}" in text:
+                    return {"error": text.format(ranks=differing, first=first)}
                 values = [facts[rank][key] for rank in differing[:4]]
                 return {
-                    "error": f"{title} differs: rank {first} has {facts[first][key]}, ranks {differing} have {values}"
+                    "error": f"{text} differs: rank {first} has {facts[first][key]}, ranks {differing} have {values}"
                 }
     return {}
 

@@ -225,7 +225,7 @@ def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
-def _note_backward(original: Callable, self: Any) -> None:
+def _record_backward(original: Callable, self: Any) -> None:
     """Replace ``DeepSpeedEngine._backward_prologue``, which every backward calls: record that a backward has run.
 
     Raise CallOrderError if ``engine.offload_states()`` has moved states that a backward needs.
@@ -272,7 +272,7 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): _configure_optimizer,
     Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): _with_muon(configure_scheduler),
     Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): _with_muon(scheduler_from_config),
-    Seam(_ENGINE, "DeepSpeedEngine._backward_prologue"): _with_muon(_note_backward),
+    Seam(_ENGINE, "DeepSpeedEngine._backward_prologue"): _with_muon(_record_backward),
     Seam(_ENGINE, "DeepSpeedEngine.step"): _with_muon(_step),
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): _with_muon(take_step),
     Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _with_muon(_get_optimizer_param),

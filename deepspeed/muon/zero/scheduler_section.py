@@ -52,13 +52,14 @@ class Schedule(NamedTuple):
         rate_key: the parameter that sets the learning rate, such as ``"warmup_max_lr"``; empty if there is none.
         rate: the value of that parameter; ``None`` if there is none.
         momenta: (lowest, highest momentum) if the schedule cycles the momentum, otherwise ``None``.
-        is_asked: whether the section contains the key ``cycle_momentum``, so that ``momenta`` is not only a default.
+        sets_cycle_momentum: whether the section contains the key ``cycle_momentum``, so that ``momenta`` is not only a
+            default.
     """
 
     rate_key: str = ""
     rate: Any = None
     momenta: tuple[Any, Any] | None = None
-    is_asked: bool = False
+    sets_cycle_momentum: bool = False
 
 
 def read_schedule(section: Any) -> Schedule:
@@ -89,7 +90,7 @@ def rate_warning(schedule: Schedule, config: MuonConfig) -> str:
     rates = {"lr": config.lr, "muon_lr": config.muon_group()["lr"], "adam_lr": config.adam_group()["lr"]}
     key, lr = next(((key, lr) for key, lr in rates.items() if lr), ("", 0.0))
     try:
-        if not config.sets_a_rate or not lr or float(schedule.rate) == lr:
+        if not config.sets_learning_rate or not lr or float(schedule.rate) == lr:
             return ""
     except (TypeError, ValueError):  # a list, "auto", or no rate
         return ""
@@ -160,7 +161,7 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         return
     _schedule_target(optimizer, name, params)
     numbers = [key for key in ABSOLUTE_RATES[name] if isinstance(params.get(key), (int, float)) and params[key]]
-    if numbers and not optimizer.sets_a_rate and engine.global_rank == 0:
+    if numbers and not optimizer.sets_learning_rate and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: {', '.join(numbers)} in scheduler.params sets Muon's learning rate, because "
             f"optimizer.params has no lr; AdamW's rate is {DEFAULT_ADAM_LR / DEFAULT_MUON_LR:.3g} times Muon's. To "

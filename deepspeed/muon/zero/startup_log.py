@@ -58,7 +58,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
         logger.info("deepspeed-muon: %s%s", place, "; ".join(_update_phrases(optimizer, matrices)))
         logger.info("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer, tuning)))
     if optimizer.config.preset != "none":
-        logger.info("deepspeed-muon: %s", optimizer.config.preset_says)
+        logger.info("deepspeed-muon: %s", optimizer.config.preset_summary)
     splits = defaultdict[str, list[str]](list)
     for spec in matrices:
         if spec.split:

@@ -99,7 +99,7 @@ def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mappi
     return lines
 
 
-def matrix_share(engine: Any, optimizer: MuonWithAuxAdam) -> int:
+def stage_number(engine: Any, optimizer: MuonWithAuxAdam) -> int:
     """Return the number of this rank's part of the model. Ranks with equal numbers have the same Muon matrices.
 
     The part is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a stage.

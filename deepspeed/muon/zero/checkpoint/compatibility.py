@@ -20,10 +20,10 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import (
     WEIGHTS_ALONE,
     conversion,
-    muon_facts,
     muon_names,
     routing_difference,
     saved_groups,
+    split_hashes,
 )
 from deepspeed.muon.step.partition_step import short_hash
 from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
@@ -92,12 +92,12 @@ def _layout(partitions: list[Partition]) -> str:
     return short_hash(json.dumps(lines))
 
 
-def muon_facts_of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
+def split_hashes_of_all_stages(optimizer: MuonWithAuxAdam) -> dict[str, str]:
     """Return {parameter name: hash of how it is split into matrices} for Muon's parameters in all pipeline stages.
 
     A collective.
     """
-    return dict(sorted(json.loads(line) for line in union(map(json.dumps, muon_facts(optimizer).items()))))
+    return dict(sorted(json.loads(line) for line in union(map(json.dumps, split_hashes(optimizer).items()))))
 
 
 def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) -> dict[str, Any]:

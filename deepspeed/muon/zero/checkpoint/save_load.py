@@ -20,7 +20,7 @@ from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.exchange.groups import broadcast, gathered
 from deepspeed.muon.log import logger
 from deepspeed.muon.seam import Seam, replaced
-from deepspeed.muon.zero.bind import compare_plans
+from deepspeed.muon.zero.bind import prepare_plans
 from deepspeed.muon.zero.checkpoint import compatibility, files, manifest, nvme_load
 from deepspeed.muon.zero.checkpoint.changed_model import loading_by_name, renames_allowed
 from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
@@ -28,7 +28,7 @@ from deepspeed.muon.zero.checkpoint.nvme_load import loading_with_nvme
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
 from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
-from deepspeed.muon.zero.wrappers.loss_scale import keeping_scaler_class
+from deepspeed.muon.zero.wrappers.loss_scale import keeping_scaler
 
 #: The most problems or tags that one error lists.
 MAX_LISTED = 4
@@ -65,8 +65,8 @@ def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> 
     values["tag"] = None if values["tag"] is None else str(values["tag"])
     if "custom_load_fn" in values:
         values["custom_load_fn"] = values["custom_load_fn"] is not None
-    titles = {name: f"{call}: the argument {name}" for name in values}
-    if verdict := differences(gathered(values), titles):
+    texts = {name: f"{call}: the argument {name}" for name in values}
+    if verdict := differences(gathered(values), texts):
         raise CheckpointError(f"{verdict['error']}; pass the same value on all ranks. Nothing was written or changed")
 
 
@@ -193,7 +193,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
         SafeFiles(engine).in_use() if is_torchs(engine.checkpoint_engine) else nullcontext(),
         loading_with_nvme(engine, arguments) if engine.zero_optimization_stage() == 3 else nullcontext(),
-        keeping_scaler_class(engine.optimizer),
+        keeping_scaler(engine.optimizer),
     ):
         rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
         result = call(original)
@@ -201,7 +201,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         # Gradients of an unfinished step belong to the weights from before the load.
         engine.micro_steps -= _position(engine)
         adapter.drop_gradients()
-        compare_plans(engine)  # the load may have changed choices of kernels and owners, which all ranks must share
+        prepare_plans(engine)  # the load may have changed choices of kernels and owners, which all ranks must share
         compatibility.warn_of_rates(engine, rates)
         is_stage_0 = engine.zero_optimization_stage() == 0  # under ZeRO the engine does this itself
         if not arguments["load_optimizer_states"] and is_stage_0 and hasattr(adapter.wrapper, "refresh_fp32_params"):

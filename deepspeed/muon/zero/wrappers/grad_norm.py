@@ -44,7 +44,7 @@ def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed
                 "tested version of DeepSpeed"
             )
         norms[:] = map(float, norms)  # waits for the accelerator: once per step, whatever the number of calls
-        return agreed(all(map(is_valid, norms)), is_common=True)
+        return agreed(all(map(is_valid, norms)), is_same_on_all_ranks=True)
 
     replace("step", start)
     for name in NORM_METHODS:

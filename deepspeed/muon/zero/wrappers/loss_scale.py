@@ -75,7 +75,7 @@ def share_autocast_scale(engine: Any) -> None:
 
 
 @contextmanager
-def keeping_scaler_class(wrapper: Any) -> Iterator[None]:
+def keeping_scaler(wrapper: Any) -> Iterator[None]:
     """Return a context for loading a checkpoint, which keeps the class of the wrapper's loss scaler.
 
     A checkpoint of a run in another precision has a loss scaler of another class. This one is ignored.

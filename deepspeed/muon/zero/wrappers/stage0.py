@@ -58,8 +58,8 @@ class Stage0(Adapter):
         if tp_rank(engine)[1] > 1:
             return lambda: agreed(is_finite(), group=tp_group(engine))
         if hasattr(wrapper, "_skip_invalid_grad_norm"):
-            return lambda: agreed(is_valid(wrapper._global_grad_norm), is_common=True)
-        return lambda: agreed(is_finite(), is_common=True)
+            return lambda: agreed(is_valid(wrapper._global_grad_norm), is_same_on_all_ranks=True)
+        return lambda: agreed(is_finite(), is_same_on_all_ranks=True)
 
     def prepare(self, group_count: int) -> None:
         """Make the engine scale an fp16 loss; under tensor parallelism or in a pipeline, correct the gradient norm."""

@@ -192,7 +192,7 @@ class Bf16(Flat):
 
     def watch_gradients(self) -> Callable[[], Agreed]:
         """Return a function that returns, when called during a step, whether the global gradient norm is finite."""
-        return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_common=True)
+        return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_same_on_all_ranks=True)
 
     def patch_state_access(self) -> None:
         """Link parameters to their state (:meth:`Flat.link`), and add the key ``zero_stage`` to saved states.

@@ -28,7 +28,7 @@ GENERATED = ("configuration.md", "reference/wrong-configurations.md", "evidence/
 #: Functions whose strings are messages, though they are raised elsewhere.
 WRITERS = re.compile(
     "_silence|differences|_target|_?damages|_damage|routing_difference|_shape_differences|_misfit|_refusal|_unmatched|"
-    "check_options|empty_muon_half|_problem|_(layout_problem|(path|library|optimizer|param|lock|engine|pipeline)_problems)"
+    "check_options|no_matrix_error|_problem|_(layout_problem|(path|library|optimizer|param|lock|engine|pipeline)_problems)"
 )
 #: So many words of a message must stand in the page, in its own order.
 WORDS = 8

@@ -12,7 +12,7 @@ from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import Fragment
 from deepspeed.muon.monitor.step_stats import SIZES, StepStats
-from deepspeed.muon.replicas import bind_whole
+from deepspeed.muon.replicas import bind_without_sharding
 from helpers.engine_state import kept_dtypes
 from helpers.models import MODELS
 from helpers.oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
@@ -262,7 +262,7 @@ def test_binding_again_changes_no_digest() -> None:
     """Ranks of DDP compare digests in every step, and one of them may have loaded the state that all have."""
     net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
-    bind_whole(optimizer, None)
+    bind_without_sharding(optimizer, None)
     before = optimizer.digest()
     optimizer.bind_again()
     assert optimizer.digest() == before

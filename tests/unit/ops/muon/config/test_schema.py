@@ -167,9 +167,9 @@ def test_digest_differs_with(first: dict[str, Any], second: dict[str, Any]) -> N
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_its_values_any_of_which_may_be_taken_out(name: str) -> None:
     config, values = parse({"preset": name}), PRESETS[name].values
-    assert config.model_fields_set == {"preset", *values} and config.of_preset == values
+    assert config.model_fields_set == {"preset", *values} and config.preset_values == values
     assert {key: getattr(config, key) for key in values} == {key: getattr(parse(values), key) for key in values}
-    assert config.sets_a_rate, "one line is enough"
+    assert config.sets_learning_rate, "one line is enough"
     for key in values:
         assert getattr(parse({"preset": name, key: None}), key) == MuonConfig.model_fields[key].default, key
 
@@ -177,7 +177,7 @@ def test_a_preset_sets_its_values_any_of_which_may_be_taken_out(name: str) -> No
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"preset": "none"}, {"of_preset": {}, "lr": None}),
+        ({"preset": "none"}, {"preset_values": {}, "lr": None}),
         ({"preset": "kimi_k2", "lr": 1e-3}, {"lr": 1e-3, "qk_clip": ClipOptions(tau=100), "weight_decay": 0.1}),
         ({"preset": "kimi_k2", "qk_clip": {"tau": 30}}, {"qk_clip": ClipOptions(tau=30)}),
         ({"preset": "moonlight", "ns_coefficients": "polar_express"}, {"ns_steps": None}),
@@ -193,7 +193,7 @@ def test_a_preset_sets_its_values_any_of_which_may_be_taken_out(name: str) -> No
 def test_any_key_overrides_a_preset(section: dict[str, Any], expected: dict[str, Any]) -> None:
     config = parse(section)
     assert {key: getattr(config, key) for key in expected} == expected
-    assert not config.of_preset.keys() & (section.keys() - {"preset"})
+    assert not config.preset_values.keys() & (section.keys() - {"preset"})
 
 
 @pytest.mark.parametrize(("name", "key"), [("kimi_k2", "qk_clip"), ("glm5", "per_head_muon")])

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from deepspeed.muon.exchange.collective_recorder import first_fault
+from deepspeed.muon.exchange.collective_recorder import first_mismatch
 from helpers import extensions
 from helpers.paths import TESTS
 
@@ -273,7 +273,7 @@ class Pool:
         replies = self.replies(timeout)
         if len(replies) == len(self.ranks) and all(status == "ok" for status, _ in replies.values()):
             results, recorders = zip(*(replies[rank][1] for rank in range(len(self.ranks))), strict=True)
-            fault = first_fault(recorders) if self.checks and all(recorders) else None
+            fault = first_mismatch(recorders) if self.checks and all(recorders) else None
             if fault and not STOCKS_OWN.match(fault):
                 raise RankError(f"NCCL could hang, though gloo does not: {fault}")
             return list(results)

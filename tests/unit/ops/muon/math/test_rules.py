@@ -17,7 +17,7 @@ from deepspeed.muon.math.rules import Rules, equalize, normuon
 from deepspeed.muon.math.scale import SCALES, scale_factor, update_rms
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.monitor import step_stats
-from deepspeed.muon.monitor.step_stats import orthogonality_error, participation_ratio, sums_of_update
+from deepspeed.muon.monitor.step_stats import orthogonality_error, participation_ratio, sizes_of_update
 from helpers.kernels import randn, relative, threads
 from helpers.rules import OF_MATRICES, RULES
 
@@ -217,9 +217,9 @@ def test_sums_of_an_update(dtype: torch.dtype, small_chunks: None) -> None:
     weight, update = randn(512), randn(512, seed=1, dtype=dtype)
     weight[:4], update[2:6] = 0.0, 0.0
     weight[6:10], update[6:10] = torch.tensor([1e-30, 1e-30, -1e-30, -1e-30]), torch.tensor([1e-30, -1e-30] * 2)
-    chunks = torch.stack(list(sums_of_update(weight, update, cautious=True)))
+    chunks = torch.stack(list(sizes_of_update(weight, update, cautious=True)))
     assert chunks[:, 0].tolist() == [100] * 5 + [12]
     assert float(chunks[:, 1].square().sum()) == pytest.approx(float(weight.square().sum()), rel=1e-5)
     assert float(chunks[:, 2].square().sum()) == pytest.approx(float(update.float().square().sum()), rel=1e-5)
     assert int(chunks[:, 3].sum()) == sum(a.sign() * b.float().sign() >= 0 for a, b in zip(weight, update, strict=True))
-    assert torch.stack(list(sums_of_update(weight, update, cautious=False)))[:, 3].sum() == 0
+    assert torch.stack(list(sizes_of_update(weight, update, cautious=False)))[:, 3].sum() == 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.replicas import bind_whole
+from deepspeed.muon.replicas import bind_without_sharding
 from deepspeed.muon.step.partition_step import PartitionStep
 from helpers.distributed import run
 from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
@@ -89,7 +89,7 @@ def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.Monke
         net(net.gradients(0)).backward()
         initial = net.layers[1].weight.detach().clone()
         net.layers[1].weight.grad = None
-        bind_whole(optimizer, None)
+        bind_without_sharding(optimizer, None)
         kernels = dataclasses.replace(reference.OPERATIONS, runs=runs)
         optimizer.context = dataclasses.replace(optimizer.context, kernels=kernels)
         optimizer.bind_again()

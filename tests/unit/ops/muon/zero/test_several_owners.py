@@ -147,7 +147,7 @@ def groups_made(stages: bool) -> dict[str, Any]:
     import torch.distributed as dist
 
     from deepspeed.muon.optimizer import MuonWithAuxAdam
-    from deepspeed.muon.zero.bind import compare_plans
+    from deepspeed.muon.zero.bind import prepare_plans
 
     made: list[tuple[tuple[int, ...], Any, bool]] = []
     original, of_optimizer = dist.new_group, MuonWithAuxAdam.owner_sets
@@ -163,7 +163,7 @@ def groups_made(stages: bool) -> dict[str, Any]:
             engine = engine_with(None, stage=3)
         if stages:
             MuonWithAuxAdam.owner_sets = {(0, 1)} if dist.get_rank() < 2 else set()
-            compare_plans(engine)
+            prepare_plans(engine)
         at_bind = list(made)
         step(engine, 0)
         engine.destroy()

@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed.muon.exchange.collective_recorder import CollectiveRecorder, first_fault
+from deepspeed.muon.exchange.collective_recorder import CollectiveRecorder, first_mismatch
 from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import Facts, with_type
@@ -89,7 +89,7 @@ def run_trial(local: Facts) -> Facts | None:
     if not is_first:
         return None
     calls = sum(len(one.calls) + len(one.messages) for one in recorders)
-    return {"ranks": ranks, "trial": trial, "calls": calls, "fault": first_fault(recorders)}
+    return {"ranks": ranks, "trial": trial, "calls": calls, "fault": first_mismatch(recorders)}
 
 
 def train_all_cases() -> list[Facts]:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from deepspeed.muon.cli import main, report
-from deepspeed.muon.zero import trial
+from deepspeed.muon.zero import live_trial
 from helpers.distributed import Pool, run
 
 FEW = ("stage 2", "stage 3")
@@ -20,7 +20,7 @@ def tried(names: list[str], wrong: str = "") -> list[dict[str, Any]]:
     """The rows for cases by name. ``wrong``: rank 1 raises or has other batches."""
     import torch.distributed as dist
 
-    batch, train = trial.batch, trial._train
+    batch, train = live_trial.batch, live_trial._train
 
     def other_batch(step: int, rank: int) -> Any:
         return batch(step + 100 * (dist.get_rank() == 1), rank)
@@ -31,13 +31,13 @@ def tried(names: list[str], wrong: str = "") -> list[dict[str, Any]]:
         return train(zero, *rest) if zero["stage"] != 2 else {"problem": None, "error": 0.0}
 
     changed: dict[str, dict[str, Any]] = {"": {}, "raises": {"_train": broken}, "batches": {"batch": other_batch}}
-    with mock.patch.multiple(trial, CASES={name: trial.CASES[name] for name in names}, **changed[wrong]):
-        return trial.train_all_cases()
+    with mock.patch.multiple(live_trial, CASES={name: live_trial.CASES[name] for name in names}, **changed[wrong]):
+        return live_trial.train_all_cases()
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 def test_every_case_trains_as_one_process(world: int, request: pytest.FixtureRequest) -> None:
-    names = list(FEW) if world == 2 else list(trial.CASES)
+    names = list(FEW) if world == 2 else list(live_trial.CASES)
     for rows in run(tried, world, names=names):
         assert [row["name"] for row in rows] == names
         for row in rows:
@@ -82,14 +82,14 @@ def reported(folder: str, version: str | None = None, inverts: bool = False) -> 
 
     import torch.distributed as dist
 
-    names: dict[str, Any] = {"CASES": {} if version else {"stage 3": trial.CASES["stage 3"]}}
+    names: dict[str, Any] = {"CASES": {} if version else {"stage 3": live_trial.CASES["stage 3"]}}
     if inverts:
         names = {"train_all_cases": lambda: inverted() or []}
     own = report._versions() | ({"torch": version} if version and dist.get_rank() == 1 else {})
     out = io.StringIO()
     with (
         contextlib.redirect_stdout(out),
-        mock.patch.multiple(trial, **names),
+        mock.patch.multiple(live_trial, **names),
         mock.patch.object(report, "_versions", lambda: own),
         mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}),
     ):
@@ -129,11 +129,11 @@ def surveyed() -> tuple[bool, bool]:
 
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # it serves inference, and would be compiled
     found = []
-    with mock.patch.multiple(trial, CASES={}):
+    with mock.patch.multiple(live_trial, CASES={}):
         for before in (False, True):
             if before:
                 dist.init_process_group("gloo")
-            trial.run_trial({})
+            live_trial.run_trial({})
             found.append(dist.is_initialized())
     return found[0], found[1]
 
