@@ -272,7 +272,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return {
             owner_ranks(step.partition.group, size)
             for step in self._steps.values()
-            for size in step.plan.of_all.set_sizes
+            for size in step.plan.of_all.shared_owner_counts
             if size < step.plan.of_all.world_size
         }
 
@@ -486,14 +486,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 fragments = self._fragments.get(tensor, [])
                 if adamw.is_contiguous_bf16(tensor):
                     adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.context.kernels, self.workspace)
-                elif any(adamw.steps_missed(group, fragment) for fragment in fragments):
+                elif any(adamw.steps_before_start(group, fragment) for fragment in fragments):
                     adamw.step_by_parameter(tensor, state, group, decoupled, fragments)
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
         if self._stats is not None:
             self._stats.after_adamw(
-                (adamw.update_squares(state, group, fragment), fragment.numel)
+                (adamw.sum_of_squared_updates(state, group, fragment), fragment.numel)
                 for tensor, state in zip(tensors, states, strict=True)
                 for fragment in self._fragments[tensor]
             )

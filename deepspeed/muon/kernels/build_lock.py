@@ -83,7 +83,7 @@ def _take(file: IO[str]) -> None:
             )
         if waited >= TELL_AFTER and not is_told:
             is_told = True
-            _tell(
+            _warn_once_per_machine(
                 "waiting for another process to build the C++ kernels; it holds the lock %s, and %s",
                 file.name,
                 _compilers(),
@@ -111,7 +111,7 @@ def _tell_of_file(path: Path) -> None:
         age = time.time() - path.stat().st_mtime
     except OSError:  # removed meanwhile
         return
-    _tell(
+    _warn_once_per_machine(
         "waiting until the lock file %s is gone, which a process that builds %s created %s ago; %s. If no machine that "
         "shares this folder is building that extension, the process was killed: delete the file",
         path,
@@ -121,7 +121,7 @@ def _tell_of_file(path: Path) -> None:
     )
 
 
-def _tell(text: str, *values: Any) -> None:
+def _warn_once_per_machine(text: str, *values: Any) -> None:
     """Log a warning, on only one rank of each machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(f"deepspeed-muon: {text}", *values)

@@ -85,10 +85,10 @@ def operations(other: Operations) -> Operations:
         product=_either(
             takes_product,
             products.product,
-            _either(lambda a, b, out, *_: _are_apart(a, b, out), products.unfused_product, other.product),
+            _either(lambda a, b, out, *_: _have_separate_diagonals(a, b, out), products.unfused_product, other.product),
         ),
         multiply=_either(
-            lambda p, x, out, *_: _are_apart(p, others=[base_of(x)[0], base_of(out)[0]]),
+            lambda p, x, out, *_: _have_separate_diagonals(p, others=[base_of(x)[0], base_of(out)[0]]),
             products.multiply,
             other.multiply,
         ),
@@ -129,7 +129,7 @@ def _are_plain(tensors: Sequence[Tensor], dtypes: tuple[torch.dtype, ...] = FLOA
     return all(is_on_gpu(t) and t.device == device and t.dtype in dtypes and t.is_contiguous() for t in tensors)
 
 
-def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
+def _have_separate_diagonals(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
     """Return whether all ``matrices`` have separate diagonals, and :func:`_are_plain` holds for all tensors."""
     parts = [part for matrix in matrices for part in matrix]
     return not any(matrix.is_whole for matrix in matrices) and _are_plain([*parts, *others])
@@ -137,12 +137,12 @@ def _are_apart(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
 
 def takes_square(x: Tensor, out: Symmetric, *_: Any) -> bool:
     """Return whether Triton's and quack's ``square`` support these tensors, and the result is large enough."""
-    return _are_apart(out, others=[base_of(x)[0]]) and _are_large(x, out.rest)
+    return _have_separate_diagonals(out, others=[base_of(x)[0]]) and _are_large(x, out.rest)
 
 
 def takes_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
     """Return whether Triton's and quack's ``product`` support these tensors, and the result is large enough."""
-    return _are_apart(a, b, out) and _are_large(a.rest, b.rest, out.rest)
+    return _have_separate_diagonals(a, b, out) and _are_large(a.rest, b.rest, out.rest)
 
 
 def _are_large(*matrices: Tensor) -> bool:

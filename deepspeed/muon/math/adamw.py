@@ -18,7 +18,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.momentum_storage import Fragment
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 
-#: Elements that :func:`update_squares` processes at a time.
+#: Elements that :func:`sum_of_squared_updates` processes at a time.
 CHUNK = 2**20
 #: Key of a group: parameter name -> the step of its tensor before which the parameter's moments were zero. A tensor of
 #: ZeRO holds many parameters and counts its steps once; parameters without an entry have made them all.
@@ -50,7 +50,7 @@ def step(
     _update(list(tensors), grads, means, squares, steps, group, decoupled)
 
 
-def steps_missed(group: Mapping[str, Any], fragment: Fragment) -> int:
+def steps_before_start(group: Mapping[str, Any], fragment: Fragment) -> int:
     """Return how many steps a ZeRO tensor had made before AdamW updated one of its parameters for the first time.
 
     Example: 100 for a parameter that was frozen during the first 100 steps; 0 for most. ``group``: the parameter group,
@@ -72,7 +72,7 @@ def step_by_parameter(
     tensors, grads, means, squares = (
         [x[part.position : part.position + part.numel] for part in fragments] for x in stored
     )
-    steps = [state["step"] - steps_missed(group, part) for part in fragments]
+    steps = [state["step"] - steps_before_start(group, part) for part in fragments]
     _update(tensors, grads, means, squares, steps, group, decoupled)
     state["step"] += 1
 
@@ -102,7 +102,7 @@ def step_in_bf16(
     step = int(state["step"])
     for fragment in fragments:
         name, first, position, numel = fragment
-        place, made = slice(position, position + numel), done - steps_missed(group, fragment)
+        place, made = slice(position, position + numel), done - steps_before_start(group, fragment)
         # With common random numbers, the rounding errors of weights and moments would have the same sign.
         keys = [key_of(f"{name} {role}", step) for role in ("weight", "exp_avg", "exp_avg_sq")]
         for part, wide in in_fp32([x[place] for x in stored], keys, first, kernels, work):
@@ -143,13 +143,13 @@ def has_fused_kernel(device_type: str) -> bool:
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names)
 
 
-def update_squares(state: Mapping[str, Any], group: Mapping[str, Any], fragment: Fragment) -> Tensor:
+def sum_of_squared_updates(state: Mapping[str, Any], group: Mapping[str, Any], fragment: Fragment) -> Tensor:
     """Return the sum of squares of AdamW's last update of one fragment, as an fp32 scalar tensor.
 
     The update is m / (sqrt(v) + eps) with bias correction: without the learning rate and weight decay. ``state``: the
     state, after the step, of the tensor that holds the fragment.
     """
-    (beta1, beta2), steps = group["betas"], float(state["step"]) - steps_missed(group, fragment)
+    (beta1, beta2), steps = group["betas"], float(state["step"]) - steps_before_start(group, fragment)
     start, length = fragment.position, fragment.numel
     steps = steps if group.get("bias_correction", True) else torch.inf
     means, squares = state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)

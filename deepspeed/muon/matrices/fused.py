@@ -109,7 +109,7 @@ def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
     """Return how to split a fused weight into gate and up; the shape of ``owner``'s down projection tells the axis."""
     if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
         raise ValueError(f"gate and up are interleaved output by output in {name}, so they cannot be split")
-    axis = _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
+    axis = _gate_up_axis(shape, _shape_of(owner, name.replace("gate_up", "down")))
     if axis is None:
         raise ValueError(f"there is no down projection next to {name} with a shape that fits a weight of gate and up")
     return Cut((shape[axis] // 2,) * 2, axis)
@@ -128,9 +128,9 @@ def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int 
     if is_a(owner, OUTPUTS_FIRST_CLASSES):
         return 0
     if name.endswith("gate_up_proj"):
-        return _axis_of_both(shape, _shape_of(owner, name.replace("gate_up", "down")))
+        return _gate_up_axis(shape, _shape_of(owner, name.replace("gate_up", "down")))
     if name.endswith("down_proj"):
-        return _axis_of_both(_shape_of(owner, name.replace("down", "gate_up")), shape)
+        return _gate_up_axis(_shape_of(owner, name.replace("down", "gate_up")), shape)
     return None
 
 
@@ -141,7 +141,7 @@ def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
     return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
 
 
-def _axis_of_both(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
+def _gate_up_axis(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
     """Return the axis along which a weight of shape ``gate_up`` joins both; ``None`` if ``down`` does not fit."""
     if len(gate_up) < 2 or len(down) < 2:
         return None

@@ -26,7 +26,7 @@ def stages_of(model: Any) -> int:
     return model.num_pipeline_stages() if is_pipeline(model) else 1
 
 
-def outer_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
+def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return {parameter: reason} for a pipeline stage's embeddings and output head, which AdamW updates.
 
     These are the parameters of tied layers, and the matrix of the pipeline's last layer if it has only one.

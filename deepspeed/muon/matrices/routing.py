@@ -19,7 +19,7 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.heads import is_projection
-from deepspeed.muon.matrices.pipeline import outer_parameters, shared_parameters
+from deepspeed.muon.matrices.pipeline import embeddings_and_heads, shared_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec, Use, first_match, is_convolution, is_stack, split_parameter
 from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
 
@@ -68,7 +68,7 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
         MuonConfigError: a split in ``muon_split`` does not fit its parameter, or heads are unknown.
     """
     config = config or MuonConfig()
-    outer = _output_embeddings(model) | outer_parameters(model)
+    outer = _output_embeddings(model) | embeddings_and_heads(model)
     specs, shared = {}, shared_parameters(model)
     for param, uses in _uses(model).items():
         if not param.requires_grad:

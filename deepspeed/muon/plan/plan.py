@@ -97,7 +97,7 @@ class GlobalPlan:
         return sum(item.block.numel for owner, item in self.owned if owner not in item.spread.holders)
 
     @property
-    def set_sizes(self) -> list[int]:
+    def shared_owner_counts(self) -> list[int]:
         """Return the different numbers of owners that matrices have, ascending and without 1; example: ``[2, 4]``."""
         return sorted({*self.counts} - {1})
 

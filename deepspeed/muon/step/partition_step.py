@@ -137,7 +137,7 @@ class PartitionStep:
         wire, travels = name_of(self.exchange.dtype), self.plan.travels(self.exchange.staging is not None)
         how = self.newton_schulz.dtype, self.newton_schulz.device_type
         plan = self.plan.of_all
-        facts = plan.digest, plan.slots(travels), plan.set_sizes, wire, how, self.settings
+        facts = plan.digest, plan.slots(travels), plan.shared_owner_counts, wire, how, self.settings
         return short_hash(repr(facts))
 
     @cached_property

@@ -187,7 +187,7 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     for spec in specs.values():
         saved = folder.shapes.get(spec.name)
-        if saved is not None and saved != spec.shape and not _differs_in_rows(spec, saved, folder):
+        if saved is not None and saved != spec.shape and not _may_change_rows(spec, saved, folder):
             problems.append(
                 f"{spec.name} has shape {list(saved)} in the checkpoint and {list(spec.shape)} in the model"
             )
@@ -210,7 +210,7 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
     return Match(folder, actions, outcomes)
 
 
-def _differs_in_rows(spec: MatrixSpec, saved: tuple[int, ...], folder: MatchedFolder) -> bool:
+def _may_change_rows(spec: MatrixSpec, saved: tuple[int, ...], folder: MatchedFolder) -> bool:
     """Return whether the shapes differ at most in the number of rows, and AdamW updates the parameter in both runs."""
     is_adamw = not spec.use_muon and not folder.is_muon.get(spec.name, False)
     return is_adamw and len(saved) == len(spec.shape) >= 1 and saved[1:] == spec.shape[1:]
@@ -234,7 +234,7 @@ def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> t
 # ---- the load ---------------------------------------------------------------------------------------------------
 
 
-def refuse_changed(engine: Any) -> None:
+def refuse_load_by_name(engine: Any) -> None:
     """Raise CheckpointError if the engine cannot load by names: with pipelines, tensor parallelism or MoE layers."""
     found = [
         name
@@ -266,7 +266,7 @@ def loading_by_name(
     Raises:
         CheckpointError: on all ranks, before the engine changes, if the checkpoint cannot be converted or matched.
     """
-    refuse_changed(engine)
+    refuse_load_by_name(engine)
     saved, load_states = Path(arguments["load_dir"], arguments["tag"]), loads_states(arguments)
     with _universal(engine, saved) as folder, _in_universal_mode(engine):
         check = partial(match, engine, str(folder), renames, f"the checkpoint {saved}", load_states)

@@ -41,7 +41,7 @@ SEAMS = (
 )
 
 
-def is_torchs(checkpoint_engine: Any) -> bool:
+def is_default_engine(checkpoint_engine: Any) -> bool:
     """Return whether DeepSpeed's checkpoint engine is the default one, whose files ``save_checkpoint`` completes."""
     return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
 
@@ -232,7 +232,7 @@ class SafeFiles(CheckpointEngine):
             self._remove_older({self.folder / name for node, name in writers if node == self.node})
         header = self.folder / manifest.HEADER
         # If the folder could not be locked, another job may have saved this tag meanwhile.
-        if any(gathered(self.is_first and not manifest.is_of(header, self.facts["save_id"]))):
+        if any(gathered(self.is_first and not manifest.belongs_to_save(header, self.facts["save_id"]))):
             self.placed = []
             raise CheckpointError(f"another job saved {self.folder} at the same time; give each job its own folder")
         self.is_complete = True

@@ -69,7 +69,7 @@ def _records(archive: zipfile.ZipFile) -> int:
     return zlib.crc32(archive.fp.read())
 
 
-def is_of(file: Path, save_id: str) -> bool:
+def belongs_to_save(file: Path, save_id: str) -> bool:
     """Return whether a file of :func:`begin` or :func:`finish` belongs to the save ``save_id``; False if unreadable."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(file.read_text())["save_id"] == save_id
@@ -79,7 +79,7 @@ def is_of(file: Path, save_id: str) -> bool:
 def forget(file: Path, save_id: str) -> bool:
     """Remove a file of :func:`begin` or :func:`finish` if it belongs to the save ``save_id``; return whether it did."""
     with suppress(OSError):
-        if is_of(file, save_id):
+        if belongs_to_save(file, save_id):
             file.unlink()
             return True
     return False

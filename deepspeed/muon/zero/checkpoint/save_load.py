@@ -23,7 +23,7 @@ from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero.bind import prepare_plans
 from deepspeed.muon.zero.checkpoint import compatibility, files, manifest, nvme_load
 from deepspeed.muon.zero.checkpoint.changed_model import loading_by_name, renames_allowed
-from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_torchs
+from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_default_engine
 from deepspeed.muon.zero.checkpoint.nvme_load import loading_with_nvme
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
 from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
@@ -70,7 +70,7 @@ def _compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> 
         raise CheckpointError(f"{verdict['error']}; pass the same value on all ranks. Nothing was written or changed")
 
 
-def _position(engine: Any) -> int:
+def _micro_batches_done(engine: Any) -> int:
     """Return how many micro-batches of the current step have run; 0 if the script itself decides when to step."""
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     if not is_managed or engine._is_gradient_accumulation_boundary is not None:
@@ -99,7 +99,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     _warn_of_frozen(engine, arguments["exclude_frozen_parameters"])
     saving = SafeFiles(engine, arguments["exclude_frozen_parameters"], names_latest=arguments["save_latest"])
     with engine.basic_optimizer.whole_state():
-        if is_torchs(engine.checkpoint_engine):
+        if is_default_engine(engine.checkpoint_engine):
             # ``commit`` writes ``latest``: if DeepSpeed's write failed on rank 0, the others would wait in a barrier.
             arguments["save_latest"] = False
             return saving.run(lambda: original(**arguments))
@@ -125,7 +125,7 @@ def _warn_of_different_client_states(engine: Any, state: Any) -> None:
 
 
 def _warn_of_unfinished_step(engine: Any) -> None:
-    done, total = _position(engine), engine.gradient_accumulation_steps()
+    done, total = _micro_batches_done(engine), engine.gradient_accumulation_steps()
     if done and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: this checkpoint is saved after micro-batch {done} of {total} and does not contain the "
@@ -191,7 +191,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         by_name or nullcontext(lambda load: load(**arguments)) as call,
         replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=gather_tag),
         replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
-        SafeFiles(engine).in_use() if is_torchs(engine.checkpoint_engine) else nullcontext(),
+        SafeFiles(engine).in_use() if is_default_engine(engine.checkpoint_engine) else nullcontext(),
         loading_with_nvme(engine, arguments) if engine.zero_optimization_stage() == 3 else nullcontext(),
         keeping_scaler(engine.optimizer),
     ):
@@ -199,7 +199,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         result = call(original)
     if result[0] is not None:
         # Gradients of an unfinished step belong to the weights from before the load.
-        engine.micro_steps -= _position(engine)
+        engine.micro_steps -= _micro_batches_done(engine)
         adapter.drop_gradients()
         prepare_plans(engine)  # the load may have changed choices of kernels and owners, which all ranks must share
         compatibility.warn_of_rates(engine, rates)
@@ -224,7 +224,7 @@ def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[s
     Return (tag, id of the save, whether the checkpoint needs a load by parameter names). The tag is ``None`` if no
     checkpoint was found, the id if there is no :mod:`manifest`. ``may_change``: whether a load by names is allowed.
     """
-    found = gathered(_look(engine, arguments))
+    found = gathered(_check_own_files(engine, arguments))
     ranks: dict[str, list[int]] = {}
     for rank, (_, _, damages, misfit) in enumerate(found):
         for text in [*damages, *([misfit] if misfit and not may_change else ())]:
@@ -257,7 +257,7 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
     )
 
 
-def _look(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str], str | None]:
+def _check_own_files(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str], str | None]:
     """Check this rank's files of the checkpoint that ``load_checkpoint(**arguments)`` would load.
 
     Return (tag, id of the save, a message for each damage, why the checkpoint does not fit the engine). The tag is

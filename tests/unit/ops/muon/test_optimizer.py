@@ -156,7 +156,7 @@ def test_squares_of_a_part_of_an_update_in_channels_last(monkeypatch: pytest.Mon
     values = torch.arange(1.0, 25).view(2, 3, 2, 2)
     state = {"step": 1.0, "exp_avg": values.contiguous(memory_format=torch.channels_last)}
     state["exp_avg_sq"] = torch.ones_like(state["exp_avg"])
-    got = adamw.update_squares(state, {"betas": (0.0, 0.0), "eps": 0.0}, Fragment("", 0, 3, 13))
+    got = adamw.sum_of_squared_updates(state, {"betas": (0.0, 0.0), "eps": 0.0}, Fragment("", 0, 3, 13))
     assert float(got) == float(values.view(-1)[3:16].square().sum())
 
 

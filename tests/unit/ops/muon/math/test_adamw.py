@@ -38,7 +38,7 @@ def test_three_steps_are_those_of_the_formulas(
     torch.testing.assert_close([state["exp_avg"] for state in states], means, rtol=1e-10, atol=1e-15)
     for state, tensor, update in zip(states, tensors, updates, strict=True):
         assert state["step"] == 3
-        found = adamw.update_squares(state, group, Fragment("", 0, 0, tensor.numel()))
+        found = adamw.sum_of_squared_updates(state, group, Fragment("", 0, 0, tensor.numel()))
         torch.testing.assert_close(found.double(), update.square().sum(), rtol=1e-5, atol=0)
 
 
