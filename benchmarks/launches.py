@@ -21,7 +21,7 @@ from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.forecast.layout import Layout, StepPart, halves_of, lay_out
+from deepspeed.muon.forecast.layout import Layout, StepPart, group_specs, lay_out
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.matrices.block import Block
@@ -138,8 +138,8 @@ def host(matrices: tuple[int, ...] = (1200, 12000), ranks: int = 1024, stage: in
     rows = []
     for count in matrices:
         model = torch.nn.ModuleList([torch.nn.Linear(128, 128, bias=False, device="meta") for _ in range(count)])
-        halves = halves_of(model, scaling.PLAIN)
-        parts = [part for part in lay_out(halves, Layout(stage, ranks, SUB_GROUP)) if part.half.use_muon]
+        groups = group_specs(model, scaling.PLAIN)
+        parts = [part for part in lay_out(groups, Layout(stage, ranks, SUB_GROUP)) if part.group.use_muon]
         plans = plans_of(parts, 0, BUCKET_BYTES, together=True)
         row = {"matrices": count, "ranks": ranks, "stage": stage}
         for way in WAYS:
@@ -156,7 +156,7 @@ def host(matrices: tuple[int, ...] = (1200, 12000), ranks: int = 1024, stage: in
 
 
 def muon_parts(path: Path, layout: Layout) -> list[StepPart]:
-    return [part for part in lay_out(halves_of(build(str(path)), parse({"lr": 1e-3})), layout) if part.half.use_muon]
+    return [part for part in lay_out(group_specs(build(str(path)), parse({"lr": 1e-3})), layout) if part.group.use_muon]
 
 
 def smaller(config: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def smaller(config: dict[str, Any]) -> dict[str, Any]:
 
 def cost_of(part: StepPart) -> CostModel:
     """As on an accelerator, in bf16."""
-    method = part.half.method(scaling.PLAIN.schedule, "bf16")
+    method = part.group.method(scaling.PLAIN.schedule, "bf16")
     return cost_model(method, scaling.PLAIN.schedule, "bf16", 2, "cuda")
 
 
@@ -182,7 +182,7 @@ def planned(parts: Sequence[StepPart], plans: Sequence[Plan], together: bool) ->
     """The sum over the parts of a step."""
 
     def count(part: StepPart, of_part: Plan) -> Launches:
-        return launches_of(of_part.buckets, lambda rows, cols: part.half.scale(Block(0, rows, cols, cols)), together)
+        return launches_of(of_part.buckets, lambda rows, cols: part.group.scale(Block(0, rows, cols, cols)), together)
 
     return Launches(*map(sum, zip(*map(count, parts, plans), strict=True)))
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from benchmarks import report
 from benchmarks.rates import DTYPES, Rates, measure
-from deepspeed.muon.forecast.layout import Half, Layout, lay_out, step_cost
+from deepspeed.muon.forecast.layout import GroupSpec, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.choice import counted_method
@@ -57,10 +57,12 @@ def has_symmetric(kernels: Operations) -> bool:
     return kernels.square is not reference.square
 
 
-def muon_half(matrices: Matrices) -> Half:
+def muon_group(matrices: Matrices) -> GroupSpec:
     """A parameter group of these matrices."""
     named = ((f"p{i}", shape, (Block(0, *shape, shape[1]),)) for i, shape in enumerate(matrices))
-    return Half(use_muon=True, specs=tuple(MatrixSpec(name, shape, True, "", blocks) for name, shape, blocks in named))
+    return GroupSpec(
+        use_muon=True, specs=tuple(MatrixSpec(name, shape, True, "", blocks) for name, shape, blocks in named)
+    )
 
 
 def demands(
@@ -72,9 +74,9 @@ def demands(
     share, moved = max(sum(each) / world, max(each)), numel * (20 + 2 * itemsize)
     if stage == 0:
         return [Demand(sum(each), moved), Demand(share, moved, numel * itemsize * (world - 1) / world)]
-    half = muon_half(matrices)
-    cost = half.cost_model(SIMPLE, dtype, itemsize, "cpu")
-    parts = lay_out([half], Layout(stage, world))
+    group = muon_group(matrices)
+    cost = group.cost_model(SIMPLE, dtype, itemsize, "cpu")
+    parts = lay_out([group], Layout(stage, world))
     return [Demand(share, moved / world, sum(step_cost(part, cost).least_bytes for part in parts))]
 
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any, NamedTuple
 import torch
 
 from benchmarks import ranks, report
-from benchmarks.roofline import muon_half
+from benchmarks.roofline import muon_group
 from benchmarks.training import Job, rounds
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast.estimate import Estimate, Machine, estimate, milliseconds, per_rank, totals
-from deepspeed.muon.forecast.layout import Half, Layout, StepCost, halves_of
+from deepspeed.muon.forecast.layout import GroupSpec, Layout, StepCost, group_specs
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.plan.memory import Memory
@@ -81,24 +81,24 @@ one matrix."""
 
 
 def forecast(
-    name: str, halves: Sequence[Half], stage: int, world: int, stated: tuple[Machine, Network] | None
+    name: str, groups: Sequence[GroupSpec], stage: int, world: int, stated: tuple[Machine, Network] | None
 ) -> dict[str, Any]:
     """A row of the table."""
-    found = estimate(halves, Layout(stage, world), PLAIN, GPU)
+    found = estimate(groups, Layout(stage, world), PLAIN, GPU)
     facts = per_rank(found)
-    row = {"model": name, "stage": stage, "ranks": world, "matrices": totals(halves, True)["matrices"]}
+    row = {"model": name, "stage": stage, "ranks": world, "matrices": totals(groups, True)["matrices"]}
     row |= {"parts": facts["parts"], "rounds": facts["rounds"]} | busiest(found)
     row |= {"MB mean": facts["sent_bytes"]["mean"] / 1e6, "MB max": facts["sent_bytes"]["max"] / 1e6}
     row |= {"messages": sum(map(messages, found.costs)), "runs": sum(cost.runs for cost in found.costs)}
     row |= {"scratch GB": facts["scratch_bytes"]["max"] / 1e9}
     row |= {"owners": max(count for cost in found.costs for count in cost.plan.counts)}
-    row |= share_of_training(name, halves, found, *stated) if stated else {}
+    row |= share_of_training(name, groups, found, *stated) if stated else {}
     for title, rank in {"planning s": 0, "of a middle rank": world // 2}.items():
         gc.collect()
         begin = time.perf_counter()
         with without_collector():  # as when an optimizer binds
             for part, counts in ((cost.part, cost.plan.counts) for cost in found.costs):
-                cost = part.half.cost_model(PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
+                cost = part.group.cost_model(PLAIN.schedule, "bf16", 2, "cuda", found.layout.ranks_per_node)
                 global_plan(part.shards, part.world_size, cost, counts=counts).view(rank)
         row[title] = time.perf_counter() - begin
     return row
@@ -106,13 +106,13 @@ def forecast(
 
 def busiest(planned: Estimate) -> dict[str, float]:
     """Operations of the busiest rank over the mean of one owner per matrix, by who owns a matrix."""
-    alone, world = estimate(planned.halves, planned.layout, ONE_OWNER, GPU), planned.world_size
+    alone, world = estimate(planned.groups, planned.layout, ONE_OWNER, GPU), planned.world_size
     mean = sum(sum(cost.flops) for cost in alone.costs) / world
     # Parts are stepped one after the other, so each waits for its own busiest rank.
     found = {"busiest": planned, "of one owner each": alone}
     row = {title: sum(max(cost.flops) for cost in of.costs) / mean for title, of in found.items()}
     shapes = Counter(item.shape for cost in alone.costs for item in cost.part.items)
-    flops = muon_half([*shapes]).cost_model(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type).flops
+    flops = muon_group([*shapes]).cost_model(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type).flops
     padded = sum(math.ceil(count / world) * flops(*shape) for shape, count in shapes.items())
     return row | {"in padded rounds": padded / mean}
 
@@ -159,7 +159,7 @@ def phases(found: Estimate, machine: Machine, network: Network | None) -> dict[s
 def _between(cost: StepCost, network: Network, ranks_per_node: int) -> float:
     is_near = max(cost.plan.counts, default=1) <= ranks_per_node
     gbs, latency = (network.near_gbs, network.near_latency_us) if is_near else (network.gbs, network.latency_us)
-    model = cost.part.half.cost_model(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type)
+    model = cost.part.group.cost_model(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type)
     calls = Counter[int]()
     for owner, item in cost.plan.owned:
         calls[owner] += model.of_owner(*item.shape, item.owners).calls
@@ -167,11 +167,11 @@ def _between(cost: StepCost, network: Network, ranks_per_node: int) -> float:
 
 
 def share_of_training(
-    name: str, halves: Sequence[Half], found: Estimate, machine: Machine, network: Network
+    name: str, groups: Sequence[GroupSpec], found: Estimate, machine: Machine, network: Network
 ) -> dict[str, Any]:
     """Milliseconds of the optimizer's step by phase, and what Muon adds to a training step."""
     model, by_phase = MODELS[name], phases(found, machine, network)
-    specs = [spec for half in halves for spec in half.specs]
+    specs = [spec for group in groups for spec in group.specs]
     active = sum(spec.numel * (model.active if ".experts." in spec.name else 1.0) for spec in specs)
     training = 6 * active * model.tokens * 1e6 / (found.world_size * TRAINING_TFLOPS * 1e12)
     travels = 2 * sum(spec.numel for spec in specs) * (3 if found.layout.stage == 3 else 2)
@@ -208,9 +208,9 @@ def scaling(
         network = Network(**given.pop("network"))
         stated = Machine(**given), network
     for name in models:
-        halves = halves_of(build(MODELS[name].source), PLAIN)
+        groups = group_specs(build(MODELS[name].source), PLAIN)
         for stage, world in itertools.product(stages, worlds):
-            rows.append(forecast(name, halves, stage, world, stated))
+            rows.append(forecast(name, groups, stage, world, stated))
             print(rows[-1], flush=True)
     parts = [
         f"Milliseconds are predicted for {stated[0]}, {stated[1]}, not measured." if stated else "",
@@ -244,10 +244,10 @@ def memory(
     """
     rows = []
     for name in models:
-        halves = halves_of(build(MODELS[name].source), PLAIN)
-        numel = sum(totals(halves, use_muon)["parameters"] for use_muon in (True, False))
+        groups = group_specs(build(MODELS[name].source), PLAIN)
+        numel = sum(totals(groups, use_muon)["parameters"] for use_muon in (True, False))
         for world, stage in itertools.product(worlds, stages):
-            facts = per_rank(estimate(halves, Layout(stage, world), PLAIN, GPU))
+            facts = per_rank(estimate(groups, Layout(stage, world), PLAIN, GPU))
             weights, gradients = (2 * numel / (world if stage >= least else 1) for least in (3, 2))
             state, scratch = 4 * numel / world + facts["state_bytes"]["max"], facts["scratch_bytes"]["max"]
             total = weights + gradients + state + scratch
@@ -273,8 +273,8 @@ def compare(worlds: Sequence[int], stages: Sequence[int]) -> tuple[Machine, Netw
         slower = {name: getattr(machine, name) * share for name in ("muon_ns", "adamw_ns", "run_us")}
         link = network and network._replace(gbs=network.gbs / share)
         of_rank = dataclasses.replace(machine, tflops=machine.tflops / share, **slower)
-        halves, layout = [muon_half(jobs[0].matrices)], Layout(int(row["case"]), row["world"])
-        step = phases(estimate(halves, layout, PLAIN, cpu), of_rank, link)
+        groups, layout = [muon_group(jobs[0].matrices)], Layout(int(row["case"]), row["world"])
+        step = phases(estimate(groups, layout, PLAIN, cpu), of_rank, link)
         predicted, measured = step.get("total", step["elementwise"] + step["newton_schulz"]), 1e3 * row["optimizer s"]
         point = {"ranks": row["world"], "stage": row["case"], "measured ms": measured, "predicted ms": predicted}
         point |= {"error": f"{predicted / measured - 1:+.0%}", "Newton-Schulz ms": 1e3 * row["newton_schulz s"]}
@@ -291,7 +291,7 @@ def _loopback(gbs: float) -> Network:
 def rank(shapes: list[tuple[int, int]]) -> dict[str, Any]:
     """The constants of one core alone."""
     torch.set_num_threads(1)
-    halves, cpu = [muon_half([tuple(shape) for shape in shapes])], torch.device("cpu")
+    groups, cpu = [muon_group([tuple(shape) for shape in shapes])], torch.device("cpu")
     unavailable = unavailable_kernels("auto", ["cpu"])
     candidates = Candidates.from_config(parse({}), product_tables(unavailable, "cpu"), {"auto"}, cpu, has_bf16=True)
-    return dataclasses.asdict(measure(halves, candidates, torch.bfloat16, cpu, choose(unavailable), 1)[0])
+    return dataclasses.asdict(measure(groups, candidates, torch.bfloat16, cpu, choose(unavailable), 1)[0])

@@ -33,7 +33,7 @@ from deepspeed.muon.forecast.estimate import (
     stock_clipping,
     totals,
 )
-from deepspeed.muon.forecast.layout import halves_of
+from deepspeed.muon.forecast.layout import group_specs
 from deepspeed.muon.forecast.measured import measure
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.math.newton_schulz import DTYPES
@@ -148,7 +148,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     dtype = candidates.default_dtype
     model = build(args.model)
     try:
-        halves = halves_of(model, config)
+        groups = group_specs(model, config)
     except errors.MuonConfigError:
         raise
     except ValueError as error:
@@ -160,7 +160,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         staged=settings.offload and device.type != "cpu",
         plain=config.kernels == "torch",
     )
-    found = estimate(halves, layout, config, memory)
+    found = estimate(groups, layout, config, memory)
     checked = check_plan(found, config, memory) if args.check else None
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
@@ -175,15 +175,15 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "wire_dtype": config.wire,
         "device": args.device,
         "offload": settings.offload,
-        "parameters": rows_of(halves, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
-        "totals": {"muon": totals(halves, True), "adamw": totals(halves, False)},
+        "parameters": rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
+        "totals": {"muon": totals(groups, True), "adamw": totals(groups, False)},
         "per_rank": per_rank(found),
         "measured": _measured(found, settings, candidates) if args.measured else None,
         "checked": checked,
         "ok": checked is None or checked["fault"] is None,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
-        "stock_clipping": stock_clipping(halves, settings.gradient_clipping),
+        "stock_clipping": stock_clipping(groups, settings.gradient_clipping),
         "assumptions": [f"owners are balanced for {where}; all trainable parameters are in one group"],
         "notes": [
             *([] if config.preset == "none" else [config.preset_summary]),
@@ -205,7 +205,7 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
     kernels = choose(unavailable)
     began = time.perf_counter()
     machine, shapes = measure(
-        found.halves,
+        found.groups,
         dataclasses.replace(candidates, tables=product_tables(unavailable, device.type)),
         DTYPES[config.wire],
         shards,

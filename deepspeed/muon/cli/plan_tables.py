@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from deepspeed.muon.forecast.layout import Half, StepCost
+from deepspeed.muon.forecast.layout import GroupSpec, StepCost
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.matrices.splitting import MatrixSpec
@@ -20,7 +20,7 @@ TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "ow
 
 
 def rows_of(
-    halves: Sequence[Half], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
+    groups: Sequence[GroupSpec], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
 ) -> list[dict[str, Any]]:
     """Return the rows of the table that ``ds_muon plan`` prints: one dict for each parameter.
 
@@ -41,17 +41,17 @@ def rows_of(
             owners.setdefault(name, set()).update(range(first, first + count))
             of_one[name] = max(of_one.get(name, 0), count)
     each_does_all = any(cost.part.world_size < world_size for cost in costs)
-    alike: dict[tuple, tuple[Half, list[MatrixSpec]]] = {}
-    for half in halves:
-        for spec in half.specs:
+    alike: dict[tuple, tuple[GroupSpec, list[MatrixSpec]]] = {}
+    for group in groups:
+        for spec in group.specs:
             pattern = _NUMBER.sub("{}", spec.name) if fold else spec.name
-            scales = tuple(dict.fromkeys(half.scale(block) for block in spec.blocks))
-            key = (pattern, spec.shape, half.use_muon, spec.reason, spec.split, len(spec.blocks), scales)
-            alike.setdefault(key, (half, []))[1].append(spec)
+            scales = tuple(dict.fromkeys(group.scale(block) for block in spec.blocks))
+            key = (pattern, spec.shape, group.use_muon, spec.reason, spec.split, len(spec.blocks), scales)
+            alike.setdefault(key, (group, []))[1].append(spec)
     rows: list[dict[str, Any]] = []
-    for (pattern, *_, scales), (half, specs) in alike.items():
+    for (pattern, *_, scales), (group, specs) in alike.items():
         spec = specs[0]
-        method = half.method(schedule, dtype)
+        method = group.method(schedule, dtype)
         methods = [method(block.rows, block.cols) for block in spec.blocks]
         pairs = zip(spec.blocks, methods, strict=True)
         some = {owner for each in specs for owner in owners.get(each.name, ())}
@@ -60,14 +60,14 @@ def rows_of(
                 "name": _folded(pattern, [each.name for each in specs]),
                 "count": len(specs),
                 "shape": list(spec.shape),
-                "rule": "Muon" if half.use_muon else "AdamW",
+                "rule": "Muon" if group.use_muon else "AdamW",
                 "reason": f"{spec.reason}; {spec.split}" if spec.split else spec.reason,
                 "blocks": len(spec.blocks),
                 "scales": list(scales),
                 "methods": list(dict.fromkeys(methods)),
                 "cost": len(specs) * sum(flops(b.rows, b.cols, schedule, method, dtype) for b, method in pairs),
-                "owners": list(range(world_size)) if half.use_muon and each_does_all else sorted(some),
-                "on_each": half.use_muon and each_does_all,
+                "owners": list(range(world_size)) if group.use_muon and each_does_all else sorted(some),
+                "on_each": group.use_muon and each_does_all,
                 "owners_of_one": max(of_one.get(each.name, 0) for each in specs),
             }
         )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.forecast.layout import Half, Layout, StepCost, StepPart, lay_out, step_cost
+from deepspeed.muon.forecast.layout import GroupSpec, Layout, StepCost, StepPart, lay_out, step_cost
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.checker import lost_elements, violation
@@ -43,7 +43,7 @@ class Estimate:
     memory of the rank that needs most. ``planning_seconds``: how long planning took.
     """
 
-    halves: Sequence[Half]
+    groups: Sequence[GroupSpec]
     layout: Layout
     parts: Sequence[StepPart]
     costs: Sequence[StepCost]
@@ -57,22 +57,22 @@ class Estimate:
 
 
 @without_collector()
-def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory: Memory) -> Estimate:
+def estimate(groups: Sequence[GroupSpec], layout: Layout, config: MuonConfig, memory: Memory) -> Estimate:
     """Plan an optimizer step for all ranks, and return the plan with its costs. Needs no GPU and no process group.
 
     If ``ns_method`` is ``auto``, the Newton-Schulz method with fewer floating-point operations is assumed.
 
     Args:
-        halves: the optimizer's parameter groups, from :func:`halves_of`.
+        groups: the optimizer's parameter groups, from :func:`group_specs`.
         layout: how ZeRO splits the parameter groups over ranks.
         memory: the dtype of Newton-Schulz, the dtype of sent matrices, and the type of the device.
     """
     began = time.perf_counter()
-    parts = lay_out(halves, layout)
-    muon = [part for part in parts if part.half.use_muon]
+    parts = lay_out(groups, layout)
+    muon = [part for part in parts if part.group.use_muon]
     costs = []
     for part in muon:
-        cost = part.half.cost_model(
+        cost = part.group.cost_model(
             schedule=config.schedule,
             dtype=memory.dtype,
             wire_bytes=memory.wire_bytes,
@@ -81,13 +81,13 @@ def estimate(halves: Sequence[Half], layout: Layout, config: MuonConfig, memory:
         )
         costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged, config.most_owners))
     largest = _largest(costs, config.schedule, layout.world_size, memory)
-    return Estimate(halves, layout, parts, costs, largest, time.perf_counter() - began)
+    return Estimate(groups, layout, parts, costs, largest, time.perf_counter() - began)
 
 
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
     """Return the scratch memory of the rank that needs most."""
     costs = [cost for cost in costs if cost.demands]
-    methods = [cost.part.half.method(schedule, memory.dtype) for cost in costs]
+    methods = [cost.part.group.method(schedule, memory.dtype) for cost in costs]
     # If each rank does all the work of a part, `demands` has one list for all ranks.
     by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
     storages = [cost.storages for cost in costs]
@@ -95,9 +95,9 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
     return max(peaks, key=lambda found: found.total)
 
 
-def totals(halves: Sequence[Half], use_muon: bool) -> dict[str, int]:
+def totals(groups: Sequence[GroupSpec], use_muon: bool) -> dict[str, int]:
     """Return {"tensors": count, "parameters": elements, "matrices": count} of all Muon groups or all AdamW groups."""
-    specs = [spec for half in halves if half.use_muon is use_muon for spec in half.specs]
+    specs = [spec for group in groups if group.use_muon is use_muon for spec in group.specs]
     return {
         "tensors": len(specs),
         "parameters": sum(spec.numel for spec in specs),
@@ -142,13 +142,13 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
     In each part of the step, Newton-Schulz takes as long as its busiest rank.
     """
     pace = {True: machine.muon_ns, False: machine.adamw_ns}
-    passes = sum(part.numel * pace[part.half.use_muon] for part in found.parts) / 1e6
+    passes = sum(part.numel * pace[part.group.use_muon] for part in found.parts) / 1e6
     passes += sum(cost.runs for cost in found.costs) * machine.run_us / 1e3
     compute = [max(cost.flops) / (machine.tflops * 1e9) for cost in found.costs]
     return {"elementwise": passes, "newton_schulz": sum(compute)}
 
 
-def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str, float]:
+def stock_clipping(groups: Sequence[GroupSpec], gradient_clipping: float) -> dict[str, float]:
     """Return by how much gradient clipping shrinks the updates of the Muon in unmodified ("stock") DeepSpeed.
 
     Stock DeepSpeed clips Muon's orthogonalized updates instead of the gradients. The norm of all updates is the square
@@ -158,7 +158,7 @@ def stock_clipping(halves: Sequence[Half], gradient_clipping: float) -> dict[str
         {"gradient_clipping": the setting, "update_norm": norm before clipping, "divided_by": factor by which updates
         shrink (1: not clipped)}
     """
-    blocks = [block for half in halves for spec in half.specs for block in spec.blocks]
+    blocks = [block for group in groups for spec in group.specs for block in spec.blocks]
     norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
     factor = max(1.0, norm / gradient_clipping) if gradient_clipping > 0 else 1.0
     return {"gradient_clipping": gradient_clipping, "update_norm": norm, "divided_by": factor}
@@ -178,7 +178,7 @@ def check_plan(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str,
     for cost in found.costs:
         newton_schulz = NewtonSchulz(
             schedule=config.schedule,
-            method=cost.part.half.method(config.schedule, memory.dtype),
+            method=cost.part.group.method(config.schedule, memory.dtype),
             dtype=memory.dtype,
             device_type=memory.device_type,
         )

@@ -42,7 +42,7 @@ MOMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Half:
+class GroupSpec:
     """One parameter group of the optimizer, of Muon or of AdamW, with the settings that determine its costs."""
 
     use_muon: bool
@@ -73,7 +73,7 @@ class Half:
         return scale_factor(self.adjust_lr_fn, block.rows, block.cols, self.rms_scale)
 
 
-def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
+def group_specs(model: nn.Module, config: MuonConfig) -> list[GroupSpec]:
     """Return the Muon groups and the AdamW groups of an optimizer for all trainable parameters of ``model``.
 
     Raises:
@@ -83,7 +83,7 @@ def halves_of(model: nn.Module, config: MuonConfig) -> list[Half]:
     specs = route(model, config)
     check_options(model, specs.values(), config, attention_layers(model) if config.qk_clip else None)
     return [
-        Half(
+        GroupSpec(
             specs=tuple(specs[param] for param in group["params"]),
             rms_scale=config.rms_scale,
             decays=bool(group["weight_decay"]),
@@ -125,7 +125,7 @@ class StepPart:
         world_size: number of ranks that share the optimizer's work; 1 if each rank does all of it.
     """
 
-    half: Half
+    group: GroupSpec
     shards: tuple[Shard, ...]
     tensors: int
     numel: int
@@ -134,9 +134,9 @@ class StepPart:
     @property
     def state_bytes(self) -> int:
         """Return the bytes of this part's optimizer state on rank 0, which no other rank exceeds."""
-        per_element = MUON_STATE_BYTES[self.half.momentum_dtype] if self.half.use_muon else ADAM_STATE_BYTES
+        per_element = MUON_STATE_BYTES[self.group.momentum_dtype] if self.group.use_muon else ADAM_STATE_BYTES
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
-        if self.half.use_muon and self.half.momentum_dtype == "int8":
+        if self.group.use_muon and self.group.momentum_dtype == "int8":
             local = (shard.placement.held_range(0, 0, shard.spec.numel) for shard in self.shards)
             nbytes += ABSMAX_BYTES * sum(block_count(max(0, stop - start)) for start, stop in local)
         return nbytes
@@ -147,44 +147,44 @@ class StepPart:
         return [item for shard in self.shards for item in shard.items]
 
 
-def lay_out(halves: Sequence[Half], layout: Layout) -> list[StepPart]:
+def lay_out(groups: Sequence[GroupSpec], layout: Layout) -> list[StepPart]:
     """Split parameter groups into the parts that ZeRO updates at once; return these in the order of updates."""
-    split = (_whole, _flat, _flat, _by_parameter)[layout.stage]
-    return [part for half in halves for part in split(half, layout)]
+    split = (_parts_at_stage_0, _parts_at_stages_1_and_2, _parts_at_stages_1_and_2, _parts_at_stage_3)[layout.stage]
+    return [part for group in groups for part in split(group, layout)]
 
 
-def _whole(half: Half, layout: Layout) -> Iterator[StepPart]:
-    copies = layout.world_size if half.use_muon else 1
-    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(half.specs))
-    numel = sum(spec.numel for spec in half.specs)
-    yield StepPart(half=half, shards=shards, tensors=len(shards), numel=numel, world_size=copies)
+def _parts_at_stage_0(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
+    copies = layout.world_size if group.use_muon else 1
+    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(group.specs))
+    numel = sum(spec.numel for spec in group.specs)
+    yield StepPart(group=group, shards=shards, tensors=len(shards), numel=numel, world_size=copies)
 
 
-def _flat(half: Half, layout: Layout) -> Iterator[StepPart]:
+def _parts_at_stages_1_and_2(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
     """Yield the single part of a group at ZeRO stages 1 and 2, where ranks store partitions of one flat buffer."""
-    world_size, order = layout.world_size, half.specs
+    world_size, order = layout.world_size, group.specs
     if layout.round_robin:
-        order = tuple(spec for first in range(world_size) for spec in half.specs[first::world_size])
+        order = tuple(spec for first in range(world_size) for spec in group.specs[first::world_size])
     offsets, end = [], 0
     for spec in order:
         offsets.append(_round_up(end, layout.alignment))
         end = offsets[-1] + spec.numel
     span = _round_up(end, FLAT_ALIGNMENT * world_size) // world_size
     shards = tuple(Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
-    yield StepPart(half=half, shards=shards, tensors=1, numel=span, world_size=world_size)
+    yield StepPart(group=group, shards=shards, tensors=1, numel=span, world_size=world_size)
 
 
-def _by_parameter(half: Half, layout: Layout) -> Iterator[StepPart]:
+def _parts_at_stage_3(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
     """Yield one part for each sub-group of ZeRO stage 3. A sub-group ends when it reaches ``layout.sub_group_size``."""
     world_size, limit = layout.world_size, layout.sub_group_size
     shards: list[Shard] = []
     base = 0
-    for count, spec in enumerate(half.specs, 1):
+    for count, spec in enumerate(group.specs, 1):
         size = _round_up(spec.numel, world_size) // world_size
         shards.append(Shard(spec, 0, Placement(0, size, base)))
         base += size
-        if base >= limit or count == len(half.specs):
-            yield StepPart(half=half, shards=tuple(shards), tensors=1, numel=base, world_size=world_size)
+        if base >= limit or count == len(group.specs):
+            yield StepPart(group=group, shards=tuple(shards), tensors=1, numel=base, world_size=world_size)
             shards, base = [], 0
 
 
@@ -252,7 +252,7 @@ def step_cost(
         flops[owner] += of_owner.flops
         between_bytes[owner] += of_owner.nbytes
         heaviest = max(heaviest, of_owner.flops)
-        moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.half.normuon
+        moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.group.normuon
     traffic = (_gather_traffic if plan.copies == 1 else _broadcast_traffic)(plan.owned, part.world_size)
     collectives = 2 * len(plan.rounds) if plan.copies == 1 else plan.broadcasts
     return StepCost(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.forecast.estimate import Machine
-from deepspeed.muon.forecast.layout import Half
+from deepspeed.muon.forecast.layout import GroupSpec
 from deepspeed.muon.kernels.codes import block_count
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations
@@ -62,7 +62,7 @@ class ShapeRate:
 
 @fixed_numerics()
 def measure(
-    halves: Sequence[Half],
+    groups: Sequence[GroupSpec],
     candidates: Candidates,
     wire: torch.dtype,
     shard_device: torch.device,
@@ -76,7 +76,7 @@ def measure(
     :func:`deepspeed.muon.forecast.estimate.estimate`.
 
     Args:
-        halves: the optimizer's parameter groups, with at least one Muon group.
+        groups: the optimizer's parameter groups, with at least one Muon group.
         candidates: dtypes, methods and kernels among which training would choose, and the device of Newton-Schulz.
         wire: dtype in which ranks send matrices to each other.
         shard_device: device of momentum and parameters; the CPU with ZeRO-Offload.
@@ -84,8 +84,8 @@ def measure(
         world_size: number of ranks that share the matrices; the more ranks, the fewer matrices in a batch.
         seconds: time limit for all shapes together.
     """
-    muon = [half for half in halves if half.use_muon]
-    blocks = Counter((b.rows, b.cols, half.ns_method) for half in muon for spec in half.specs for b in spec.blocks)
+    muon = [group for group in groups if group.use_muon]
+    blocks = Counter((b.rows, b.cols, group.ns_method) for group in muon for spec in group.specs for b in spec.blocks)
     counts = Counter((rows, cols) for rows, cols, _ in blocks.elements())
     choice = candidates.choose(counts, world_size, may_time=may_time()).choice
     shapes = Counter((rows, cols, method_of(choice, method, rows, cols)) for rows, cols, method in blocks.elements())
@@ -172,13 +172,13 @@ class _ShapeTimer:
         return flops(rows, cols, self.candidates.schedule, method, self.choice.dtype)
 
 
-def _muon_pass(numel: int, half: Half, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
+def _muon_pass(numel: int, group: GroupSpec, dtype: torch.dtype, device: torch.device, kernels: Operations) -> float:
     """Return the seconds of Muon's two elementwise passes (momentum; weights) over ``numel`` contiguous elements."""
     grad, param = (torch.randn(numel, dtype=torch.float32, device=device) for _ in range(2))
-    kind, factor, nesterov = half.momentum_dtype, 0.95, half.nesterov
+    kind, factor, nesterov = group.momentum_dtype, 0.95, group.nesterov
     momentum = torch.zeros(numel, device=device, dtype=storage_dtype(grad, kind))
     absmax = torch.zeros(block_count(numel), dtype=torch.float32, device=device)
-    out, work, decay = torch.empty(numel, device=device, dtype=dtype), Workspace(), 0.1 if half.decays else 0.0
+    out, work, decay = torch.empty(numel, device=device, dtype=dtype), Workspace(), 0.1 if group.decays else 0.0
     key = key_of("measured", 1)
 
     def both() -> None:

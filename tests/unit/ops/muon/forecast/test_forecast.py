@@ -18,7 +18,7 @@ from deepspeed.muon.cli import main
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast import measured as forecast_measured
 from deepspeed.muon.forecast.estimate import Machine, estimate, milliseconds, per_rank, stock_clipping
-from deepspeed.muon.forecast.layout import Half, Layout, halves_of, lay_out
+from deepspeed.muon.forecast.layout import GroupSpec, Layout, group_specs, lay_out
 from deepspeed.muon.forecast.measured import ShapeRate, measure
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.math.choice import counted_method
@@ -119,9 +119,9 @@ def test_the_command_plans_what_an_engine_binds(
 # ---- without an engine ----------------------------------------------------------------------------------
 
 
-def group(shapes: list[tuple[int, int]], split: bool = False) -> Half:
+def group(shapes: list[tuple[int, int]], split: bool = False) -> GroupSpec:
     """A Muon group of matrices of these shapes, each one block or two."""
-    return Half(use_muon=True, specs=tuple(specs(shapes, split)))
+    return GroupSpec(use_muon=True, specs=tuple(specs(shapes, split)))
 
 
 shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -147,10 +147,10 @@ def test_sums_and_memory_of_all_ranks_are_those_of_the_plans(
     bucket_bytes: int | None,
 ) -> None:
     """Memory: exactly where each bucket of an owner has one matrix, else no less; so are messages of one matrix."""
-    halves, layout = [group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)
-    found = estimate(halves, layout, parse({"bucket_bytes": bucket_bytes} if bucket_bytes else {}), GPU)
+    groups, layout = [group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)
+    found = estimate(groups, layout, parse({"bucket_bytes": bucket_bytes} if bucket_bytes else {}), GPU)
     parts: list[list[Any]] = [[] for _ in range(world_size)]
-    for step, part in zip(found.costs, lay_out(halves, layout), strict=True):
+    for step, part in zip(found.costs, lay_out(groups, layout), strict=True):
         cost = counted_cost("auto", STEPS, "bf16", 2, "cuda")
         plans = [make_plan(part.shards, rank, world_size, cost, bucket_bytes) for rank in range(world_size)]
         for rank, plan in enumerate(plans):
@@ -206,7 +206,7 @@ def test_each_part_waits_for_its_own_busiest_rank() -> None:
 def test_milliseconds_follow_the_machine() -> None:
     """Elementwise passes, then the longer of the other two and one round's share of the shorter."""
     muon = group([(8192, 8192)] * 4)
-    adamw = Half(use_muon=False, specs=(MatrixSpec("e", (10, 10), False, "test"),))
+    adamw = GroupSpec(use_muon=False, specs=(MatrixSpec("e", (10, 10), False, "test"),))
     found = estimate([muon, adamw], Layout(3, 2), parse({}), GPU)
     (cost,) = found.costs
     step = phases(found, MACHINE, NETWORK)
@@ -225,9 +225,9 @@ def test_milliseconds_follow_the_machine() -> None:
 CPU = torch.device("cpu")
 
 
-def measured(half: Half, world_size: int = 1, seconds: float = 0.05) -> tuple[Machine, list[ShapeRate]]:
+def measured(muon: GroupSpec, world_size: int = 1, seconds: float = 0.05) -> tuple[Machine, list[ShapeRate]]:
     candidates = Candidates(("fp32",), METHODS, {"torch": reference.OPERATIONS}, STEPS, CPU)
-    return measure([half], candidates, torch.float32, CPU, reference.OPERATIONS, world_size, seconds)
+    return measure([muon], candidates, torch.float32, CPU, reference.OPERATIONS, world_size, seconds)
 
 
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
@@ -235,9 +235,9 @@ def test_rates_are_those_of_what_a_run_chooses(momentum_dtype: str, monkeypatch:
     """The rate of a model is that of its matrices one after the other. A race that bf16 wins; counted is fp32."""
     monkeypatch.setattr(forecast_measured, "LARGE_RUN", 2**18)  # far above the noise of a launch
     candidates = Candidates(("fp32", "bf16"), METHODS, {"torch": reference.OPERATIONS}, STEPS, CPU)
-    half = dataclasses.replace(group([(64, 64)] * 3 + [(16, 128)]), momentum_dtype=momentum_dtype)
+    muon = dataclasses.replace(group([(64, 64)] * 3 + [(16, 128)]), momentum_dtype=momentum_dtype)
     with opinion(lambda dtype, table: 1.0 if dtype == "fp32" else 2.0):
-        machine, rates = measure([half], candidates, torch.float32, CPU, reference.OPERATIONS, 1, 0.05)
+        machine, rates = measure([muon], candidates, torch.float32, CPU, reference.OPERATIONS, 1, 0.05)
     assert min(machine.tflops, machine.muon_ns, machine.adamw_ns, machine.run_us) > 0
     assert {(rate.rows, rate.method, rate.dtype) for rate in rates} == {(64, "standard", "bf16"), (16, "gram", "bf16")}
     spent = sum(
@@ -271,14 +271,14 @@ def test_a_shape_that_would_take_too_long_is_measured_smaller(monkeypatch: pytes
 
 def test_the_norm_that_stock_clips() -> None:
     """Singular values of an orthogonal matrix are one: min(rows, cols) of them, times the scale."""
-    halves = [group([(64, 16), (16, 64)]), Half(use_muon=False, specs=(MatrixSpec("e", (99, 9), False, "test"),))]
+    groups = [group([(64, 16), (16, 64)]), GroupSpec(use_muon=False, specs=(MatrixSpec("e", (99, 9), False, "test"),))]
     norm = (2.0**2 * 16 + 16) ** 0.5
-    assert stock_clipping(halves, 0.5) == {"gradient_clipping": 0.5, "update_norm": norm, "divided_by": norm / 0.5}
-    assert stock_clipping(halves, 0.0)["divided_by"] == stock_clipping(halves, 99.0)["divided_by"] == 1.0
+    assert stock_clipping(groups, 0.5) == {"gradient_clipping": 0.5, "update_norm": norm, "divided_by": norm / 0.5}
+    assert stock_clipping(groups, 0.0)["divided_by"] == stock_clipping(groups, 99.0)["divided_by"] == 1.0
 
 
 def test_settings_of_the_config_reach_the_groups() -> None:
     params = PARAMS | {"ns_method": "gram", "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "rms_scale": 0.4}
-    muon, adam = halves_of(MODELS["mlp"](), parse(params))
+    muon, adam = group_specs(MODELS["mlp"](), parse(params))
     assert (muon.ns_method, muon.nesterov, muon.decays, adam.use_muon) == ("gram", False, True, False)
     assert muon.scale(Block(0, 4, 9, 9)) == pytest.approx(0.4 * 3)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.forecast.layout import ABSMAX_BYTES, Layout, StepCost, StepPart, halves_of, lay_out, step_cost
+from deepspeed.muon.forecast.layout import ABSMAX_BYTES, Layout, StepCost, StepPart, group_specs, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.plan.cost import CostModel
 from helpers.distributed import run
@@ -67,8 +67,8 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
 
 
 def forecast(model: str, layout: Layout, params: dict[str, Any] = PARAMS) -> tuple[list[StepPart], list[StepCost]]:
-    parts = lay_out(halves_of(MODELS[model](), parse(params)), layout)
-    return parts, [step_cost(part, cost_of(part.half.ns_method)) for part in parts if part.half.use_muon]
+    parts = lay_out(group_specs(MODELS[model](), parse(params)), layout)
+    return parts, [step_cost(part, cost_of(part.group.ns_method)) for part in parts if part.group.use_muon]
 
 
 def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[str]:
@@ -78,14 +78,14 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
     state = sum(part.state_bytes for part in parts)
     for rank, facts in enumerate(live):
         plans = [
-            make_plan(part.shards, rank % part.world_size, part.world_size, cost_of(part.half.ns_method))
+            make_plan(part.shards, rank % part.world_size, part.world_size, cost_of(part.group.ns_method))
             for part in (cost.part for cost in costs)
         ]
         assert [plan.of_all.digest for plan in plans] == facts["digests"]
         assert [cost.plan.owners for cost in costs] == facts["owners"]
         assert [cost.rounds for cost in costs] == facts["rounds"]
         assert [cost.sent_bytes[rank % cost.part.world_size] for cost in costs] == facts["sent"]
-        few = ABSMAX_BYTES * sum(len(p.shards) for p in parts if p.half.momentum_dtype == "int8") if rank else 0
+        few = ABSMAX_BYTES * sum(len(p.shards) for p in parts if p.group.momentum_dtype == "int8") if rank else 0
         moments = sum(cost.moment_bytes[rank % cost.part.world_size] for cost in costs)
         assert abs(state + moments - facts["state"]) <= few
     return {facts["wrapper"] for facts in live}

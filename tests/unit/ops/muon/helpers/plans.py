@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deepspeed.muon.forecast.layout import Half
+from deepspeed.muon.forecast.layout import GroupSpec
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.bucket import GridCopy, ShardRun
@@ -36,8 +36,8 @@ def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartitionDemand:
 
 
 def counted_cost(ns_method: str, *how: Any) -> CostModel:
-    """Return the cost model of a forecast; ``how``: other arguments of ``deepspeed.muon.forecast.layout.Half.cost``."""
-    return Half(use_muon=True, specs=(), ns_method=ns_method).cost_model(*how)
+    """Return the cost model of a forecast; ``how``: other arguments of ``GroupSpec.cost_model``."""
+    return GroupSpec(use_muon=True, specs=(), ns_method=ns_method).cost_model(*how)
 
 
 def cubic_cost(factor: float = 20.0, flops_per_byte: float = 200.0, device_type: str = "cpu") -> CostModel:
