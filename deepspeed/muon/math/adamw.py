@@ -51,10 +51,10 @@ def step(
 
 
 def steps_before_start(group: Mapping[str, Any], fragment: Fragment) -> int:
-    """Return how many steps a ZeRO tensor had made before AdamW updated one of its parameters for the first time.
+    """Return how many steps AdamW had made before it first updated a parameter: 100 for one frozen for 100 steps.
 
-    Example: 100 for a parameter that was frozen during the first 100 steps; 0 for most. ``group``: the parameter group,
-    which stores these numbers (:data:`STARTED`). ``fragment``: any part of the parameter.
+    ``group``: the parameter group, which stores these numbers (:data:`STARTED`); without an entry, the number is 0.
+    ``fragment``: any part of the parameter.
     """
     return group.get(STARTED, {}).get(fragment.name.partition("@")[0], 0)
 
@@ -144,7 +144,7 @@ def has_fused_kernel(device_type: str) -> bool:
 
 
 def sum_of_squared_updates(state: Mapping[str, Any], group: Mapping[str, Any], fragment: Fragment) -> Tensor:
-    """Return the sum of squares of AdamW's last update of one fragment, as an fp32 scalar tensor.
+    """Return the sum of squares of AdamW's last update of one :class:`Fragment`, as an fp32 scalar tensor.
 
     The update is m / (sqrt(v) + eps) with bias correction: without the learning rate and weight decay. ``state``: the
     state, after the step, of the tensor that holds the fragment.

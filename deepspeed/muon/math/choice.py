@@ -30,9 +30,9 @@ Rates = dict[str, dict[str, float]]
 class Recipe:
     """The Newton-Schulz method and the kernels for all matrices of one shape and of its transpose.
 
-    ``method``: ``standard`` or ``gram``. ``square``, ``product``, ``multiply``: for each kind of matrix product (see
-    :class:`deepspeed.muon.math.newton_schulz.Products`), the name of the kernel table, a set of kernels such as
-    ``torch``, that computes it. The three names differ only in checkpoints of version 0.2.0 and older.
+    ``method``: ``standard`` or ``gram``. ``square``, ``product``, ``multiply``: name of the kernel table (set of
+    kernels), such as ``torch``, for each kind of matrix product (see
+    :class:`deepspeed.muon.math.newton_schulz.Products`). They differ only in checkpoints of version 0.2.0 and older.
     """
 
     method: str
@@ -53,8 +53,8 @@ class Recipe:
 class Choice:
     """How Newton-Schulz runs in one training run. Checkpoints store it, so that a resumed run computes the same bits.
 
-    ``dtype``: dtype of the matrix products, a key of :data:`DTYPES`. ``recipes``: :func:`shape_key`, such as ``16x64``
-    -> :class:`Recipe`.
+    ``dtype``: dtype of the matrix products, a key of :data:`DTYPES`. ``recipes``: shape key, such as ``16x64`` (see
+    :func:`shape_key`) -> :class:`Recipe`.
     """
 
     dtype: str
@@ -144,9 +144,9 @@ def counted_method(rows: int, cols: int, ns_method: str, schedule: Schedule, dty
 
 
 def lowest_rates(rates: Sequence[Rates]) -> Rates:
-    """Return the lowest rate of any rank for each dtype and kernel table (set of kernels), as :data:`Rates`.
+    """Return {dtype: {kernel table: FLOP/s}}, with the lowest speed of any rank; a kernel table is a set of kernels.
 
-    ``rates``: the rates of each rank. A table that some rank has not timed is left out.
+    ``rates``: a dict of this form from each rank. A table that some rank has not timed is left out.
     """
     return {
         dtype: {

@@ -31,7 +31,7 @@ YOU: Schedule = (
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """Return a schedule whose result for X is the result of ``schedule`` for X / ``factor``."""
+    """Return Newton-Schulz coefficients that map each matrix X to what ``schedule`` maps X / ``factor`` to."""
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
@@ -90,8 +90,8 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
         if coefficients not in NAMED:
             names = ", ".join(sorted(NAMED))
             raise ValueError(
-                f"coefficients: no schedule has the name {coefficients!r}; pass one of {names}, "
-                "or a list of (a, b, c) triples"
+                f"coefficients is {coefficients!r}, but there are no Newton-Schulz coefficients of this name; pass one "
+                f"of {names}, or a list of (a, b, c) triples"
             )
         triples = NAMED[coefficients]
     else:
@@ -148,7 +148,7 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 
 def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
-    """Return how far rounding can move a singular value in ``length`` steps from step ``first``; NaN if it diverges."""
+    """Return how far rounding can move singular values in ``length`` steps from step ``first``; NaN if they diverge."""
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0
     for error in (-rounding.error, rounding.error):  # assume that all errors have the same sign

@@ -60,9 +60,9 @@ class Blocks:
     def fragment_at(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
         """Return (fragment, codes, magnitudes, skipped) for ``numel`` elements of the tensor from index ``start`` on.
 
-        The elements must belong to one fragment. ``codes``: their momentum, int8. ``magnitudes``: the largest magnitude
-        of each quantization block that contains some of them, fp32. ``skipped``: number of elements of the first block
-        before ``start``. Codes and magnitudes are 1-D views into ``state``, the tensor's optimizer state.
+        The elements must belong to one :class:`Fragment`. ``codes``: their momentum, int8. ``magnitudes``: the largest
+        magnitude of each quantization block that contains some of them, fp32. ``skipped``: number of elements of the
+        first block before ``start``. Codes and magnitudes are 1-D views into ``state``, the tensor's optimizer state.
         """
         at = bisect_right(self._positions, start) - 1
         block, skipped = divmod(start - self._positions[at], BLOCK)

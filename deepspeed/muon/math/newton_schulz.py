@@ -193,7 +193,7 @@ def _gram(
 
 
 def _product(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return A B in a matrix popped from ``spares``, and append B to ``spares``. Overwrite B if ``spares`` is empty."""
+    """Return A B in one of ``spares``, the unused matrices, and append B to them. Overwrite B if there are none."""
     out = spares.pop() if spares else b
     kernels.product(a, b, out, work)
     spares += [] if out is b else [b]

@@ -13,7 +13,8 @@ class Schedules:
 
     ``momentum_start``: momentum of the first update. During ``momentum_warmup_steps`` updates it changes linearly to
     the parameter group's ``momentum``. ``muon_weight_decay_steps``: number of updates over which weight decay falls
-    linearly from the group's value to zero. If one of them is ``None``, its setting is constant.
+    linearly from the group's value to zero. ``momentum_start=None`` and ``muon_weight_decay_steps=None`` keep momentum
+    and weight decay constant.
     """
 
     momentum_start: float | None = None

@@ -25,7 +25,7 @@ CPU_CHUNK = 2**18
 def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (view, copy) for each chunk of rows of ``x``, ``[rows, cols]``; the copy has ``dtype``.
 
-    ``work`` allocates the copies. Each overwrites the one before. The caller may write results to the view.
+    ``work`` allocates the copies. Each copy overwrites the one before. The caller may write results to the view.
     """
     rows = max(1, (CHUNK if is_accelerator(x.device) else CPU_CHUNK) // x.size(1))
     for part in x.split(rows):

@@ -13,11 +13,11 @@ from deepspeed.muon.config.types import Cut
 
 
 class Piece(NamedTuple):
-    """A rectangle of elements of a :class:`Block`: ``rows`` rows of ``cols`` contiguous elements.
+    """A rectangle of elements of a :class:`Block` (one matrix): ``rows`` rows of ``cols`` contiguous elements.
 
-    In the flattened parameter, the rectangle starts at index ``element``, and its rows are ``stride`` elements apart.
-    In the flattened block, it starts at index ``at``, and its rows are ``pitch`` elements apart: ``cols``, unless
-    :meth:`Block.pieces` was called for a wider matrix.
+    In the flattened parameter, the rectangle starts at index ``element``, and its rows start ``stride`` elements apart.
+    In the flattened block, it starts at index ``at``, and its rows start ``pitch`` elements apart. ``pitch`` is larger
+    than ``cols`` only if :meth:`Block.pieces` was called for a block that is part of a wider matrix.
     """
 
     element: int
@@ -82,10 +82,10 @@ class Block:
         return min(band * whole + min(row * self.cols + min(column, self.cols), whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
-        """Yield, as pieces, the block's elements with index ``start`` to ``stop - 1`` in the flattened parameter.
+        """Yield rectangles of the block's elements with index ``start`` to ``stop - 1`` in the flattened parameter.
 
         ``pitch``: if the block is one tensor-parallel rank's part of a matrix, the number of columns of that matrix.
-        Each piece's ``at`` and ``pitch`` then refer to that matrix, with index 0 at the block's first element.
+        The rectangles' ``at`` and ``pitch`` then refer to that matrix, with index 0 at the block's first element.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
@@ -105,15 +105,15 @@ class Block:
 
 
 def matrices(shape: Sequence[int]) -> tuple[Block, ...]:
-    """Return a block for each matrix in a contiguous parameter of ``shape`` [..., rows, cols], in memory order."""
+    """Return a :class:`Block` for each matrix in a contiguous parameter of shape [..., rows, cols], in memory order."""
     *stack, rows, cols = shape
     return tuple(Block(i * rows * cols, rows, cols, cols) for i in range(math.prod(stack)))
 
 
 def cut(block: Block, by: Cut) -> tuple[Block, ...]:
-    """Split a block by rows (axis 0) or columns (axis 1); return one block for each entry of ``by.sizes``.
+    """Split a :class:`Block` (one matrix) by rows (axis 0) or columns (axis 1); return a block for each size in ``by``.
 
-    With ``by.groups`` above 1 the sizes repeat along the rows, and a block gets one band (see :class:`Block`) per
+    With ``by.groups`` above 1 the sizes repeat along the rows, and a block gets one band of adjacent rows from each
     group. Sizes (4, 2) in 2 groups split 12 rows into a block of rows 0 to 3 and 6 to 9, and a block of rows 4, 5, 10
     and 11.
 

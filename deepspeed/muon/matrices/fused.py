@@ -142,7 +142,7 @@ def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
 
 
 def _gate_up_axis(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
-    """Return the axis along which a weight of shape ``gate_up`` joins both; ``None`` if ``down`` does not fit."""
+    """Return the axis along which a weight joins gate and up; ``None`` if the down projection's shape does not fit."""
     if len(gate_up) < 2 or len(down) < 2:
         return None
     rows, cols = gate_up

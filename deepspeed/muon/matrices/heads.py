@@ -157,7 +157,7 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
-    """Yield each possible split of a projection, as the widths of its matrices, such as ``(64, 64, 64, 64)``."""
+    """Yield the widths of the matrices in each possible split: ``(64, 64)``. ``per_query``: matrices per query head."""
     if leaf in LATENT:
         yield (heads.nope, heads.value) * heads.queries
     elif leaf in QUERIES:

@@ -173,7 +173,10 @@ def _lora(name: str, shape: tuple[int, ...]) -> str | None:
 
 
 def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, config: MuonConfig) -> Route | None:
-    """Return the route that the tag ``use_muon`` or a pattern in ``config`` decides; ``None`` if neither does."""
+    """Return the route that the tag ``use_muon`` or a pattern in ``config`` decides; ``None`` if neither does.
+
+    ``no_matrix``: why Muon cannot update the parameter, or an empty text, from :func:`_not_a_matrix`.
+    """
     tag = user_tag(param)
     if tag is not None:
         if tag and no_matrix:
@@ -202,7 +205,7 @@ def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, config: MuonConfig) -> Route:
-    """Return the route of a parameter without tag or pattern. ``outer``: why it is an embedding or head, if known."""
+    """Return the route of a parameter without tag or pattern; ``outer`` says why it is an embedding or head, if so."""
     if len(shape) != 2:
         return _route_of_more_dimensions(shape, uses[0], config.muon_conv)
     if lora := _lora(uses[0].name, shape):

@@ -32,7 +32,7 @@ def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
 
 
 def first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the first regular expression in ``patterns`` that is found in one of ``names``; ``None`` without one."""
+    """Return the first regular expression in ``patterns`` that is found in one of ``names``; ``None`` if none is."""
     return next((pattern for pattern in patterns if any(re.search(pattern, name) for name in names)), None)
 
 
@@ -52,14 +52,20 @@ class Use(NamedTuple):
 
     @property
     def projection(self) -> tuple[str, nn.Module]:
-        """Return (name, module around it) of an attention projection, such as ("q_proj", attention module)."""
+        """Return (name, containing module) of the parameter's linear module, such as ("q_proj", attention module).
+
+        In ``nn.MultiheadAttention`` the parameter itself takes the place of the linear module.
+        """
         if isinstance(self.module, nn.MultiheadAttention):
             return self.attribute, self.module
         return self.path.rpartition(".")[2], self.parent
 
     @property
     def weight(self) -> tuple[str, nn.Module]:
-        """Return (name of a weight or its linear module, module around it), such as ("gate_up_proj", MLP module)."""
+        """Return (name, containing module), such as ("gate_up_proj", MLP module).
+
+        They describe the linear module if the parameter is its ``weight``, otherwise the parameter itself.
+        """
         return self.projection if self.attribute == "weight" else (self.attribute, self.module)
 
     def matrix_output_axis(self, shape: Sequence[int]) -> int | None:

@@ -39,7 +39,7 @@ class Sharding:
         return sum(size for _, size in self.ranges[rank])
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the shard of ``rank``, taken from the unsplit parameter ``whole``; a view if it is one range."""
+        """Return the shard of ``rank``, cut from the unsplit parameter ``whole``; a view if the shard is one range."""
         parts = [whole.view(self.shape).narrow(self.axis, start, size) for start, size in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
