@@ -75,7 +75,7 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
 def with_ds_config_file(section: Mapping[str, Any], ds_config: str) -> str:
     """Return accelerate's configuration ``section`` as YAML text that names the ds_config file ``ds_config``.
 
-    DeepSpeed settings that the ds_config file contains are left out.
+    The text omits the DeepSpeed settings that accelerate expects in that file instead.
     """
     import yaml
 

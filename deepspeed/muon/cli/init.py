@@ -45,7 +45,7 @@ NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows wh
 
 
 class Decision(NamedTuple):
-    """One change of the ds_config, in words for the user: which key, what was done to it, and why."""
+    """One change that ``ds_muon init`` made to the ds_config, in words: which key, what was done to it, and why."""
 
     key: str
     what: str
@@ -56,7 +56,7 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon.
 
     The file may also be accelerate's own configuration. A ds_config without a section ``optimizer`` is treated as if it
-    had AdamW's default settings. Its learning rate and weight decay become ``"auto"`` if it contains an ``"auto"``.
+    had AdamW's default settings. If any value in it is ``"auto"``, the learning rate and weight decay of Muon are, too.
 
     ``out``: name of the file in which the user will save the new ds_config.
 
@@ -94,7 +94,10 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params`` for Muon, what was changed) for a ds_config that has no section ``optimizer``."""
+    """Return (``optimizer.params`` for Muon, changes) for a ds_config ``section`` that has no section ``optimizer``.
+
+    ``schedule``: what the ds_config's section ``scheduler`` sets.
+    """
     params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
     added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
     if _has_auto(section):
@@ -138,7 +141,7 @@ def _rate(schedule: Schedule) -> str:
 
 
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
-    """Return the error to raise for an ``optimizer.type`` that is not AdamW."""
+    """Return the error to raise for the ds_config ``section`` whose ``optimizer.type``, ``name``, is not AdamW."""
     if isinstance(name, str) and is_muon(name):
         read_settings(path, dict(section), world_size=1)  # raises if another setting is wrong
         return SettingsError(
@@ -156,9 +159,10 @@ def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsErr
 def _params_from_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """Convert the section ``optimizer`` for AdamW. Return (``optimizer.params`` for Muon, what was changed).
+    """Convert AdamW's section ``optimizer`` of a ds_config. Return (``optimizer.params`` for Muon, changes).
 
-    AdamW's ``max_grad_norm`` becomes ``gradient_clipping`` in ``config``, the ds_config.
+    ``config``: the ds_config; ``gradient_clipping`` in it is set if AdamW has ``max_grad_norm``. ``schedule``: what its
+    section ``scheduler`` sets.
     """
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
@@ -222,7 +226,10 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, written: Any) -> Any:
-    """Replace numbers in ``value`` (JSON) by the strings with :data:`_MARK` that ``written`` has in their places."""
+    """Return the JSON ``value`` with numbers replaced by strings that spell them as the user's file does.
+
+    ``written``: the JSON of that file, with :data:`_MARK` and the spelling as a string in place of each float.
+    """
     if isinstance(value, Mapping) and isinstance(written, Mapping):
         return {key: _spelt(item, written.get(key)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(written, list):

@@ -194,7 +194,10 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
-    """Time the computation of a step on this machine, and return the object ``measured`` of ``ds_muon plan --json``."""
+    """Time the computation of a step on this machine, and return the object ``measured`` of ``ds_muon plan --json``.
+
+    ``found``: the planned step. ``candidates``: the dtypes and methods of Newton-Schulz to choose from, and the device.
+    """
     device = candidates.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.SettingsError(

@@ -24,14 +24,16 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return the rows of the table that ``ds_muon plan`` prints: one dict for each parameter.
 
-    ``dtype``: dtype of Newton-Schulz. ``fold``: merge rows of parameters that differ only in layer number and owners.
+    ``costs``: ``Estimate.costs``, which tell the owners. ``schedule``, ``dtype``: coefficients and dtype of
+    Newton-Schulz. ``fold``: merge rows of parameters that differ only in layer number and owners.
 
     Returns:
         Dicts with ``name``, ``shape``, ``rule`` ("Muon" or "AdamW"), and ``reason`` for the rule; ``count``, the number
-        of parameters in the row; ``blocks``, the number of matrices in one parameter; ``scales`` and ``methods`` of
-        these matrices; ``cost``, the share (0 to 1) of the model's Newton-Schulz operations; ``owners``, the ranks that
-        orthogonalize the matrices (empty for AdamW); ``owners_of_one``, the largest number of owners of one matrix; and
-        ``on_each``, whether each rank orthogonalizes all matrices itself.
+        of parameters in the row; ``blocks``, the number of matrices in one parameter; ``scales``, the factors by
+        which their updates are multiplied; ``methods``, their Newton-Schulz methods; ``cost``, the row's share (0 to 1)
+        of the model's Newton-Schulz operations; ``owners``, the ranks that orthogonalize the matrices (empty for
+        AdamW); ``owners_of_one``, the largest number of owners of one matrix; and ``on_each``, whether each rank
+        orthogonalizes all matrices itself.
     """
     owners: dict[str, set[int]] = {}
     of_one: dict[str, int] = {}
@@ -76,7 +78,10 @@ def rows_of(
 
 
 def _folded(pattern: str, names: Sequence[str]) -> str:
-    """Return ``pattern`` with the numbers of ``names`` filled in for each ``{}``: ``layers.{0..31}.mlp``."""
+    """Return ``pattern``, such as ``layers.{}.mlp``, with the numbers in ``names`` for ``{}``: ``layers.{0..31}.mlp``.
+
+    ``names``: names of parameters that match the pattern.
+    """
     if len(names) == 1:
         return names[0]
     places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
@@ -161,7 +166,7 @@ def plan_text(facts: dict[str, Any]) -> str:
 
 
 def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the row (title, text) about ``ds_muon plan --check``; nothing if ``found`` is ``None``."""
+    """Yield the row (title, text) about ``found``, the result of ``ds_muon plan --check``; none if it is ``None``."""
     if found is not None:
         verdict = f"FAULT, please report it: {found['fault']}" if found["fault"] else "the collectives match"
         checked = f"{found['operations']:,} operations on {found['ranks']:,} ranks, in {found['seconds']:.1f} s"
@@ -169,7 +174,7 @@ def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the rows (title, text) about ``ds_muon plan --measured``; nothing if ``found`` is ``None``."""
+    """Yield rows (title, text) about ``found``, the result of ``ds_muon plan --measured``; none if it is ``None``."""
     if found is None:
         return
     took = {key: f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for key, value in found["step_ms"].items()}

@@ -189,7 +189,10 @@ def _grad_norm(axes: Any, records: Records) -> None:
 
 
 def _halves(values: Mapping[str, Values], measure: str) -> dict[str, Values]:
-    """Return {"muon": values, "adamw": values} of a measure such as ``lr``; a key without records is left out."""
+    """Return {"muon": series, "adamw": series}, for ``lr`` the series ``lr_muon`` and ``lr_adamw`` of ``values``.
+
+    A series that ``values`` lacks is left out.
+    """
     return {half: values[f"{measure}_{half}"] for half in ("muon", "adamw") if f"{measure}_{half}" in values}
 
 
@@ -290,7 +293,10 @@ def _ranks(axes: Any, records: Records) -> None:
 
 
 def _sampled(axes: Any, rows: Mapping[str, Values], worst: Callable, label: str) -> None:
-    """Draw a dot for each value, and write the matrix's name at the worst one (the ``min`` or ``max`` of all)."""
+    """Draw a dot for each value in ``rows``, {name of a matrix: its series}, and write the name at the worst dot.
+
+    ``worst``: ``min`` or ``max``, which finds the worst value. ``label``: title of the y axis.
+    """
     _by_layer(axes, rows, linestyle="", marker="o", markersize=4)
     value, at, name = worst((value, at, name) for name, values in rows.items() for at, value in values.items())
     align, shift = ("right", -6) if at > sum(axes.get_xlim()) / 2 else ("left", 6)

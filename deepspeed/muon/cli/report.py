@@ -159,7 +159,8 @@ def _problems(facts: dict[str, Any]) -> Iterator[str]:
 def _replaced_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
     """Return table rows about the attributes of DeepSpeed that deepspeed-muon replaces.
 
-    ``states``: {name of the attribute: its state}. ``every``: list all attributes instead of counting them.
+    ``states``: {attribute: "in use", "missing", ...}, from :func:`deepspeed.muon.zero.patches.seam_states`. ``every``:
+    list all attributes instead of counting them.
     """
     (usual, _), *_ = counts = Counter(states.values()).most_common()
     if not every:

@@ -39,8 +39,9 @@ class Machine:
 class Estimate:
     """The plan of one optimizer step for all ranks, and its costs.
 
-    ``parts``: what ZeRO updates, in this order. ``costs``: one for each part that Muon updates. ``peak``: scratch
-    memory of the rank that needs most. ``planning_seconds``: how long planning took.
+    ``parts``: the parameter groups or, at stage 3, their sub-groups, in the order in which ZeRO updates them.
+    ``costs``: one for each part that Muon updates. ``peak``: scratch memory of the rank that needs most.
+    ``planning_seconds``: how long planning took.
     """
 
     groups: Sequence[GroupSpec]
@@ -131,7 +132,10 @@ def per_rank(found: Estimate) -> dict[str, Any]:
 
 
 def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[float]:
-    """Return the sum of ``lists`` for each rank. A list has one value for each rank, or one value for all ranks."""
+    """Return, for each rank, the sum of its values in ``lists``.
+
+    A list has one value for each rank, or a single value that every rank has.
+    """
     spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
     return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]
 
@@ -139,7 +143,8 @@ def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[fl
 def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
     """Return {"elementwise": milliseconds, "newton_schulz": milliseconds} of one optimizer step, without communication.
 
-    In each part of the step, Newton-Schulz takes as long as its busiest rank.
+    "elementwise" is the time of AdamW's updates and of Muon's passes over momentum and weights. "newton_schulz" adds up
+    the time of the busiest rank for each :class:`StepPart`, which ZeRO updates one after the other.
     """
     pace = {True: machine.muon_ns, False: machine.adamw_ns}
     passes = sum(part.numel * pace[part.group.use_muon] for part in found.parts) / 1e6
@@ -171,8 +176,8 @@ def check_plan(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str,
     ``config``, ``memory``: the arguments that :func:`estimate` was called with.
 
     Returns:
-        {"operations": number of checked operations, "ranks": number of ranks, "fault": text about the first error or
-        ``None``, "seconds": duration of the check}
+        {"operations": number of checked operations of all ranks, such as sends and waits, "ranks": number of ranks,
+        "fault": text about the first error or ``None``, "seconds": duration of the check}
     """
     began, operations, fault = time.perf_counter(), 0, None
     for cost in found.costs:

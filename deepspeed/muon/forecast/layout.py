@@ -58,14 +58,18 @@ class GroupSpec:
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
         """Return a function (rows, cols) -> Newton-Schulz method, "standard" or "gram".
 
-        If ``ns_method`` is ``auto``, the function returns the method with fewer floating-point operations.
+        If ``ns_method`` is ``auto``, the function returns the method with fewer floating-point operations for
+        ``schedule``, the coefficients of Newton-Schulz, and ``dtype``, the dtype of its matrix products.
         """
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def cost_model(
         self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1
     ) -> CostModel:
-        """Return the model by which the planner divides the group's matrices among ranks, from :func:`cost_model`."""
+        """Return the model by which the planner divides the group's matrices among ranks.
+
+        Arguments: as in :func:`deepspeed.muon.plan.cost.cost_model`.
+        """
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
 
     def scale(self, block: Block) -> float:
@@ -148,7 +152,7 @@ class StepPart:
 
 
 def lay_out(groups: Sequence[GroupSpec], layout: Layout) -> list[StepPart]:
-    """Split parameter groups into the parts that ZeRO updates at once; return these in the order of updates."""
+    """Split parameter groups into the parts that ZeRO updates at once, and return the parts in the order of updates."""
     split = (_parts_at_stage_0, _parts_at_stages_1_and_2, _parts_at_stages_1_and_2, _parts_at_stage_3)[layout.stage]
     return [part for group in groups for part in split(group, layout)]
 
@@ -161,7 +165,7 @@ def _parts_at_stage_0(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
 
 
 def _parts_at_stages_1_and_2(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
-    """Yield the single part of a group at ZeRO stages 1 and 2, where ranks store partitions of one flat buffer."""
+    """Yield the group's only :class:`StepPart` at ZeRO stages 1 and 2, where ranks store slices of its flat buffer."""
     world_size, order = layout.world_size, group.specs
     if layout.round_robin:
         order = tuple(spec for first in range(world_size) for spec in group.specs[first::world_size])
@@ -175,7 +179,10 @@ def _parts_at_stages_1_and_2(group: GroupSpec, layout: Layout) -> Iterator[StepP
 
 
 def _parts_at_stage_3(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
-    """Yield one part for each sub-group of ZeRO stage 3. A sub-group ends when it reaches ``layout.sub_group_size``."""
+    """Yield a :class:`StepPart` for each sub-group of a parameter group at ZeRO stage 3.
+
+    A sub-group ends when it reaches ``layout.sub_group_size`` elements on one rank.
+    """
     world_size, limit = layout.world_size, layout.sub_group_size
     shards: list[Shard] = []
     base = 0
@@ -239,7 +246,7 @@ def step_cost(
 
     Args:
         cost: the model by which matrices are divided among owners.
-        bucket_bytes, most_owners: settings of the config.
+        bucket_bytes, most_owners: the attributes of :class:`deepspeed.muon.config.schema.MuonConfig`.
         staged: whether shards are in host memory while Newton-Schulz runs on an accelerator.
     """
     plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes, most_owners=most_owners)
@@ -273,10 +280,11 @@ def step_cost(
 
 
 class _Traffic(NamedTuple):
-    """How many elements ranks send in a step: ``sent`` by each rank, to owners and back.
+    """The communication of a step, in elements. A matrix's owners are the ranks that orthogonalize it.
 
-    ``least``: the sum of ``sent`` if each matrix were owned by the rank that stores most of it. ``runs``: number of
-    pieces of matrices on the rank that has most pieces.
+    ``sent``: for each rank, how many elements it sends to owners and, as an owner, back. ``least``: the sum of ``sent``
+    if each matrix were owned by the rank that stores most of it. ``runs``: number of pieces of matrices on the rank
+    that has most pieces.
     """
 
     sent: list[int]

@@ -145,7 +145,10 @@ class _ShapeTimer:
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
-        """Return ((rows, columns), batch size) to time in place of ``shape``, which takes at most ``seconds``."""
+        """Return ((rows, columns), batch size) to time for ``shape``, so that the timing takes at most ``seconds``.
+
+        If ``shape`` would take too long, rows and columns are divided by the same power of two. The batch may be 0.
+        """
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))
         size, *larger = [(max(1, rows >> k), max(1, cols >> k)) for k in range(halvings, -1, -1)]

@@ -33,7 +33,7 @@ class Records:
     Attributes:
         values: {name: series}, for example of ``loss`` and ``lr_muon``.
         layers: {measure, such as ``max_logit``: {layer: series}}, with layers in the order of the network.
-        samples: sorted numbers of samples at which there are records.
+        samples: sorted numbers of training samples at which there are records.
     """
 
     def __init__(self, series: Mapping[str, Values]) -> None:
@@ -95,7 +95,10 @@ def _read_events(folder: Path) -> dict[str, Values]:
 
 
 def _last_values(rows: Iterable[Iterable]) -> Values:
-    """Return {number of samples: last value}, sorted, from (number, value) pairs; leave out NaN and infinities."""
+    """Return {number of samples: value}, sorted, from pairs (number, value); leave out NaN and infinities.
+
+    If several pairs have the same number, as after a resume, the last one counts.
+    """
     found = {int(samples): float(value) for samples, value in rows}
     return {samples: found[samples] for samples in sorted(found) if math.isfinite(found[samples])}
 

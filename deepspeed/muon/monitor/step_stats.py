@@ -117,7 +117,7 @@ class StepStats:
     def before_apply(
         self, runs: Iterable[tuple[str, Tensor, Tensor, float]], group: dict[str, Any], cautious: bool
     ) -> None:
-        """Measure the sizes of weights and Muon's updates on this rank, and count the weights that will decay.
+        """Add up the squares of weights and of Muon's updates on this rank, and count the weights that will decay.
 
         Call it before the update. ``runs``: (parameter name, weights, orthogonalized update, scale of the update) for
         each part of a matrix on this rank. Weights and update are 1-D. The weights are valid until the next item is
@@ -140,7 +140,7 @@ class StepStats:
                     self.add(f"{CAUTIOUS}/{label(name)}", decays, count)
 
     def after_adamw(self, squares: Iterable[tuple[Tensor, int]]) -> None:
-        """Record the sizes of AdamW's updates.
+        """Add the updates of AdamW on this rank to the sums for ``update_rms_adamw``, their root mean square.
 
         ``squares``: for each update, (sum of its squares at learning rate 1, a 0-D tensor; number of its elements).
         """

@@ -53,8 +53,7 @@ class Recorder:
     def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
         """Make an optimizer step by calling ``step()``, measure it, and write the values. A collective.
 
-        ``outer``: function that returns a context manager for a phase's name. The phase runs, and is measured, within
-        it.
+        ``outer``: function (name of a phase) -> context manager, such as a timer, in which the phase is run as well.
         """
         optimizer = self._optimizer
         sample = self.sample((engine.global_steps + 1) // optimizer.config.monitor_interval - 1)
@@ -95,7 +94,10 @@ class Recorder:
         return Sample(name, matrices[turn // count % len(matrices)])
 
     def _summed(self, stats: StepStats, sample: Sample) -> dict[str, float]:
-        """Return {name: value} for the values that are summed over all ranks; a collective."""
+        """Return {name: value} for all values except times, learning rates and the gradient norm. A collective.
+
+        They are computed from the sums of :class:`StepStats` over all ranks.
+        """
         clip = self._optimizer.qk_clip
         for layer, logit in clip.largest.items() if clip else ():  # equal on all ranks that train the layer
             stats.add(f"{LOGIT}/{layer}", logit, 1)

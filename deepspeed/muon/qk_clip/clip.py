@@ -27,11 +27,11 @@ from deepspeed.muon.qk_clip.query_keys import Attention, Role
 
 
 class _HeadPart(NamedTuple):
-    """The elements of one tensor that compute the queries or keys of one attention head.
+    """Weights or biases of one head's queries or keys: a rectangle in a tensor that the optimizer updates.
 
-    ``parameter``, ``layer``: names of the parameter and of the attention module. ``head``: index of the query head, or
-    of the key head. ``piece``: the rectangle of elements. ``piece.element`` is an index in the tensor, not in the
-    parameter.
+    Under ZeRO the tensor is this rank's flat shard of several parameters. ``parameter``, ``layer``: names of the
+    parameter and of the attention module. ``head``: index of the query head, or of the key head. ``piece``: the
+    rectangle; ``piece.element`` is an index in the tensor, not in the parameter.
     """
 
     parameter: str
@@ -91,7 +91,7 @@ class QKClip:
         return f"QK-clip of {len(self.layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
 
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
-        """Find the heads' weights in this rank's tensors. Call it again whenever these tensors are replaced.
+        """Find the heads' weights in the tensors that the optimizer updates. Call it again when these are replaced.
 
         ``partitions``: the :class:`Partition` of each parameter group. ``group``: process group of the ranks that train
         the same layers; ``None``: all ranks. ``device``: the device on which :meth:`begin_step` calls its collective.
@@ -109,7 +109,7 @@ class QKClip:
                 )
 
     def begin_step(self, is_logging: bool) -> None:
-        """Compute the factors of all heads from their largest logits since the last step; a collective.
+        """Compute each head's scaling factor from its largest logit since the last step. A collective.
 
         Call it on all ranks before each step. A layer that did not run, for example because the batch has another
         modality, is not scaled. ``is_logging``: whether this rank warns about such layers.
@@ -172,9 +172,9 @@ class QKClip:
     ) -> None:
         """Scale the weights of heads whose logits are too large. Call it right after ``tensors`` have been updated.
 
-        ``plan``: the plan of ``tensors`` if Muon updates them; ``None`` if AdamW does. ``absent``: names of matrices
-        without a gradient in this step, which are not scaled. ``kernels`` round bf16 weights stochastically. ``work``
-        allocates temporaries.
+        ``tensors``: the ``params`` of one parameter group; under ZeRO, this rank's flat shards. ``plan``: the group's
+        plan if Muon updates it; ``None`` if AdamW does. ``absent``: names of matrices without a gradient in this step,
+        which are not scaled. ``kernels`` round bf16 weights stochastically. ``work`` allocates temporaries.
         """
         scaled = []
         for tensor in tensors:
@@ -201,7 +201,10 @@ class QKClip:
             view.copy_(values)
 
     def _unchanged(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
-        """Yield a view of each matrix in ``absent`` whose parameter contains weights of attention heads."""
+        """Yield views of the weights that must not be scaled, because their matrix has no gradient in this step.
+
+        Each is this rank's part, in ``tensors``, of a matrix named in ``absent`` that may contain weights of heads.
+        """
         for bucket in plan.buckets if plan and absent else ():
             for run in bucket.runs:
                 if run.matrix in absent and run.parameter in self._weights:

@@ -26,10 +26,10 @@ _NORM = re.compile(
 
 
 class HeadWeights(NamedTuple):
-    """The weights or biases, in this rank's shard of a parameter, that compute one head's queries or keys.
+    """The weights or biases of a parameter that compute one head's queries or keys.
 
     ``head``: index of the query head, or of the key head, over all tensor-parallel ranks. ``block``: where the weights
-    are in the shard.
+    are in the parameter as this tensor-parallel rank has it, before ZeRO partitions it.
     """
 
     role: Role
@@ -38,9 +38,10 @@ class HeadWeights(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """A number of adjacent outputs of a projection, such as the queries of one head.
+    """``size`` adjacent outputs of a projection, such as the queries of one head.
 
-    ``role``: ``None`` if they are neither queries nor keys. ``head``: index of the query head, or of the key head.
+    ``role``: what they are, "query", "key" or "rotary" (the rotary part of a latent query); ``None`` for values.
+    ``head``: index of the query head, or of the key head.
     """
 
     size: int
@@ -55,8 +56,8 @@ class Attention:
     Args:
         name: name of the module.
         queries, keys: numbers of query heads and key heads on all tensor-parallel ranks together.
-        local_heads: indices of the query heads whose weights this rank has.
-        weights: {parameter: the weights of each head in this rank's shard of the parameter}.
+        local_heads: indices of the query heads whose weights this tensor-parallel rank has.
+        weights: {parameter: where each head's weights are in it}; only heads whose weights this rank has.
     """
 
     name: str
@@ -171,7 +172,11 @@ def _attention(
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Outputs]:
-    """Return, in order, the outputs of each head in the projection named ``leaf``, such as ``q_proj``."""
+    """Divide the outputs of a projection in attention module ``module`` by heads, and return the parts in order.
+
+    ``leaf``: name of the projection, such as ``q_proj``. ``heads``: number and widths of the module's heads.
+    ``latent``: whether the module computes latent attention.
+    """
     shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs = leaf.lower(), shape[axis]
     if kind in LATENT:
@@ -211,7 +216,10 @@ def _fused(
 
 
 def _local_weights(param: nn.Parameter, parts: Sequence[_Outputs], axis: int, projection: Any) -> Iterator[HeadWeights]:
-    """Yield the weights of each head in this rank's shard of ``param``, the weight or bias of ``projection``."""
+    """Yield where each head's weights are in ``param``, the weight or bias of ``projection``, on this rank.
+
+    ``parts``: the projection's outputs over all tensor-parallel ranks. ``axis``: the axis of ``param`` for outputs.
+    """
     whole, sharding = whole_shape(param), sharding_of(param)
     if sharding is None and whole != local_shape(param):
         raise ValueError(
