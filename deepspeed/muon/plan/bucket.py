@@ -23,10 +23,11 @@ Part = TypeVar("Part")
 
 
 class Segment(NamedTuple):
-    """One copy of adjacent elements between a bucket's host memory and the accelerator, under CPU offload.
+    """One copy of adjacent elements between a :class:`Bucket`'s host memory and the accelerator, under CPU offload.
 
     ``host``: index of the first element in the bucket's host memory. ``device``: its index on the accelerator, in the
-    bucket's matrices if ``in_place``, otherwise in the bucket's send buffer. ``numel``: number of elements.
+    bucket's send buffer or, if ``in_place``, in the flat tensor of the matrices that this rank owns. ``numel``: number
+    of elements.
     """
 
     host: int
@@ -36,10 +37,10 @@ class Segment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Adjacent elements that one elementwise operation updates: those of one :class:`ShardRun`, or of several.
+    """Adjacent elements of one or several :class:`ShardRun` objects; one call updates their momentum or their weights.
 
-    ``start``: index of the first element in the tensor that contains this rank's shard. ``at``: its index in the
-    bucket's matrices, send buffer or host memory (see :meth:`Bucket.spans`). ``numel``: number of elements.
+    ``start``: index of the first element in the tensor that contains this rank's shard. ``at``: its index in a buffer
+    of the :class:`Bucket`; :meth:`Bucket.spans` says in which. ``numel``: number of elements.
     """
 
     start: int
@@ -78,16 +79,17 @@ class GridCopy(NamedTuple):
 class ShardRun(NamedTuple):
     """A part of one matrix that this rank's shard holds: consecutive elements, or equally spaced rows.
 
-    If several ranks own the matrix, the run is a part of one owner's slice.
+    If several ranks own the matrix, the run is a part of one owner's slice. "Buffer" is the send buffer of a
+    :class:`Bucket` or, if ``in_place``, the flat tensor of the matrices that this rank owns in the bucket.
 
     Args:
         parameter: name of the parameter that contains the matrix.
         matrix: name of the whole matrix.
-        tensor: index of the tensor, in the parameter group, that contains the elements.
-        copy: the copy from that tensor to the bucket's matrices if ``in_place``, otherwise to the bucket's send buffer.
+        tensor: index of the tensor that contains the elements, among those that one call of ``step`` updates.
+        copy: the copy from that tensor to the buffer.
         in_place: whether the elements skip the send buffer. Only elements of a matrix that this rank owns can.
         shape: (rows, columns) of the whole matrix.
-        draws: (name, index): a sequence of random numbers for stochastic rounding, and the run's first number in it.
+        draws: (name of a sequence of random numbers for stochastic rounding, index of the run's first number in it).
     """
 
     parameter: str
@@ -104,7 +106,8 @@ class Batch:
     """Matrices of one shape that this rank orthogonalizes together, or its slices of matrices with several owners.
 
     Args:
-        start: index of the batch's first element in the bucket's matrices; its matrices follow each other.
+        start: index of the batch's first element in the flat tensor of all matrices that this rank owns in the
+            :class:`Bucket`. The batch's matrices follow each other.
         rows, cols: shape of each matrix or slice.
         axis: axis of a matrix that indexes its outputs (output features): 0 rows, 1 columns.
         names: name of each matrix or slice.
@@ -136,7 +139,7 @@ class Bucket:
     """The matrices that all ranks exchange at the same time, as one rank sees them. All counts are in elements.
 
     ``runs``: the parts of these matrices in this rank's shard. ``batches``: the matrices, or slices of matrices, that
-    this rank owns. "The bucket's matrices" are one flat tensor that contains them.
+    this rank owns. "The bucket's matrices" are one flat tensor that contains the ``batches``.
 
     At ZeRO stage 0, where every rank holds all matrices whole, there are two kinds of buckets. In the first kind, each
     rank orthogonalizes the matrices that it owns, and nothing is sent. In the second kind (``only_results``), which
@@ -165,7 +168,7 @@ class Bucket:
 
     @cached_property
     def direct_receive_start(self) -> int | None:
-        """Return the index in the bucket's matrices from which the all-to-all can write into them directly.
+        """Return the index in the bucket's matrices at which the all-to-all can write what arrives, without a buffer.
 
         ``None`` if the bucket needs a receive buffer, because elements arrive in another order than that of the
         matrices.
@@ -184,7 +187,7 @@ class Bucket:
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
-        """Return, for each of the bucket's ``runs``, its first index in the bucket's host memory (CPU offload)."""
+        """Return, for each :class:`ShardRun` of the bucket, the index where it begins in the bucket's host memory."""
         # Runs in place come first, then the others in the order of the send buffer.
         places, end = [], 0
         in_place = sum(run.copy.numel for run in self.runs if run.in_place)
@@ -195,7 +198,7 @@ class Bucket:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Return the copies between the bucket's host memory and the accelerator (CPU offload), sorted by ``host``."""
+        """Return the bucket's copies between host memory and accelerator (CPU offload), sorted by ``Segment.host``."""
         places = sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0))
         parts = (Segment(host, run.copy.at, run.copy.numel, run.in_place) for host, run in places)
         return tuple(_merged(parts, _continued))
@@ -203,8 +206,8 @@ class Bucket:
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
         """Group the bucket's ``runs`` such that one call can update the momentum, or the weights, of a whole group.
 
-        Return tuples of indices into ``runs``; example: ``[(0, 2), (1,)]``. Runs of consecutive elements are in one
-        group if they have the same ``tensor``, ``in_place`` and scale. A run of spaced rows is a group by itself.
+        Return tuples of indices into ``runs``; example: ``[(0, 2), (1,)]``. Each :class:`ShardRun` of spaced rows is a
+        group by itself. The others share a group if they have the same ``tensor``, ``in_place`` and scale.
         ``scale``: (rows, columns) of a matrix -> the factor that multiplies its update.
         """
         groups: dict[tuple, list[int]] = {}
@@ -311,7 +314,10 @@ def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: 
 
 
 def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
-    """Return the :class:`ShardRun` for one piece; ``at``: where it begins in the bucket's matrices or send buffer."""
+    """Return the :class:`ShardRun` for ``piece``, a part of the matrix ``item`` in this rank's shard.
+
+    ``at``: index of its first element in the bucket's send buffer or, if ``in_place``, in the bucket's matrices.
+    """
     shard, name = item.shard, item.name
     return ShardRun(
         parameter=shard.spec.name,
@@ -346,7 +352,8 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
     """Yield the copies from a bucket's receive buffer into its matrices, merged where possible.
 
-    ``incoming``: for each source rank, what it sends: (index of a matrix in the bucket's matrices, piece of it) pairs.
+    ``incoming``: for each source rank, an (index, part) pair for each part of a matrix that the rank sends. The index
+    is that of the matrix's first element in the bucket's matrices.
     """
     at, sources = 0, []
     for pieces in incoming:
@@ -365,7 +372,7 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Grid
 
 
 def _merged(parts: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:
-    """Return ``parts`` with adjacent ones merged; ``merge`` returns ``None`` for two parts that it cannot merge."""
+    """Return ``parts`` with neighbours in the list merged; ``merge`` returns ``None`` for two that it cannot merge."""
     result: list[Part] = []
     for part in parts:
         both = merge(result[-1], part) if result else None
@@ -395,7 +402,7 @@ def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Merge ``second`` into ``first`` as its next spaced rows or adjacent elements; return ``None`` if impossible."""
+    """Return one copy in place of both: more equally spaced rows, or one longer row; ``None`` if impossible."""
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):
@@ -404,7 +411,7 @@ def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Merge ``second`` into ``first`` as its next repetition or as adjacent elements; return ``None`` if impossible."""
+    """Return one copy in place of both: ``first`` with one more repetition, or a longer row; ``None`` if impossible."""
     at, start = second.at - first.at, second.start - first.start
     steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
     alike = (first.rows, first.cols, first.pitch) == (second.rows, second.cols, second.pitch)
@@ -415,7 +422,7 @@ def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
-    """Yield the batches of ``items``: the matrices or slices of one owner in a bucket, sorted by :func:`batch_key`."""
+    """Yield the batches of one owner in a bucket. ``items``: its matrices or slices, sorted by :func:`batch_key`."""
     start = 0
     for _, group in groupby(items, key=batch_key):
         alike = list(group)

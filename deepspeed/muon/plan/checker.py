@@ -33,7 +33,7 @@ COMMON = ("kind", "dtype", "numel", "root")
 def violation(programs: Sequence[Program]) -> str | None:
     """Return a text that says how the ranks could hang or overwrite a buffer in use; ``None`` if they cannot.
 
-    ``programs``: the operations of each rank of a partition (:func:`deepspeed.muon.plan.program.program_of`).
+    ``programs``: for each rank, its operations in a step (:func:`deepspeed.muon.plan.program.program_of`).
     """
     for rank, program in enumerate(programs):
         for text in _broken_order(program):
@@ -130,7 +130,7 @@ LIFE = (Open, Prepare, (Send, False), (Wait, False), Compute, (Send, True), (Wai
 
 
 def _broken_order(program: Program) -> Iterator[str]:
-    """Yield a text for each operation that one rank's program has too early, too late or not at all."""
+    """Yield a text for each operation that is too early, too late or missing in one rank's operations in a step."""
     done: dict[int, int] = {}
     opened: dict[int, Open] = {}
     users: dict[int, int] = {}  # the last bucket of each storage

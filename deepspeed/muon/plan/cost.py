@@ -38,7 +38,7 @@ class CostModel:
     The cost of communication is the number of operations that the device could do in the same time.
 
     Args:
-        of_owner: (rows, columns, number of owners) of a matrix -> what each owner does.
+        of_owner: (rows, columns, number of owners) of a matrix -> the :class:`OwnerCost` of each owner.
         flops_per_byte: operations that take as long as sending one byte.
         bytes_per_element: bytes of each element that is sent to an owner or back.
         device_type: where Newton-Schulz runs, such as ``cpu``.
@@ -89,9 +89,9 @@ def cost_model(
 ) -> CostModel:
     """Return the cost model of one parameter group.
 
-    ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``. ``schedule``: its
-    coefficients, one triple for each step. ``dtype``: dtype of the matrix products, such as ``bf16``. ``wire_bytes``:
-    bytes of each element that is sent to an owner or back. ``device_type``, ``intra_node``: see :class:`CostModel`.
+    ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``. ``schedule``:
+    coefficients of Newton-Schulz, one triple for each of its steps. ``dtype``: dtype of the matrix products, such as
+    ``bf16``. ``wire_bytes``: ``bytes_per_element`` of :class:`CostModel`, which explains the other arguments.
     """
 
     @functools.cache

@@ -26,7 +26,7 @@ SUM_ELEMENTS = 2**22
 
 
 class BatchSize(NamedTuple):
-    """The sizes of a :class:`deepspeed.muon.plan.bucket.Batch` without its names; many ranks can share one object.
+    """The shapes and counts of a :class:`deepspeed.muon.plan.bucket.Batch`; many ranks can share one object.
 
     ``number``: number of matrices or slices. The other fields are those of the batch.
     """
@@ -45,7 +45,7 @@ class Demand(NamedTuple):
         buffers: elements of the bucket's matrices, send buffer and receive buffer together.
         longest_run: elements of the largest part of a matrix in the rank's shard.
         longest_grid: elements of the largest such part that is not contiguous in the shard; 0 if there is none.
-        batches: the matrices that the rank orthogonalizes.
+        batches: the sizes of the batches of matrices that the rank orthogonalizes.
     """
 
     buffers: int
@@ -95,7 +95,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionDemand:
-    """What decides the scratch memory that one rank needs for one partition.
+    """What decides one rank's scratch memory for one parameter group (or sub-group of ZeRO stage 3).
 
     ``buckets``: the :class:`Demand` of each bucket. ``storages``: for each bucket, the index of its memory; buckets
     with the same index share it. ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
@@ -109,7 +109,8 @@ class PartitionDemand:
 def peak(parts: Iterable[PartitionDemand], memory: Memory) -> Peak:
     """Return the peak of a step's scratch memory on one rank.
 
-    ``parts``: all partitions of the rank. They are updated one after another and use the same scratch memory.
+    ``parts``: one object for each parameter group, or sub-group of ZeRO stage 3, that Muon updates. They are updated
+    one after another and use the same scratch memory.
     """
     exchange, newton_schulz = Counter[str](), Counter[str]()
     for part in parts:
@@ -189,7 +190,7 @@ def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return each rank's :class:`Demand` for a stage-0 bucket that sends results from their owners to all ranks."""
+    """Return each rank's :class:`Demand` for ``part``, a stage-0 bucket that sends owners' results to all ranks."""
     of_all, numels = _whole([item for _, item in part]), [0] * world_size
     for owner, item in part:
         numels[owner] += item.block.numel

@@ -90,14 +90,14 @@ def choose_owner_counts(
     matrix gets more than one owner for one of two reasons:
 
     - Balance: it costs clearly more than an even share of all work. It gets just enough owners to bring the cost of
-      each to an even share or, if that is impossible, the number with the least cost. If slicing saves too little, it
-      keeps one.
+      each owner to an even share or, if that is impossible, the number with the least cost. If slicing saves too
+      little, it keeps one.
     - Memory, on an accelerator: its temporaries are large. It gets just enough owners to make them small, if at least
       that many ranks hold parts of it.
 
     Args:
-        items: all matrices of the partition.
-        world_size: number of ranks that share the partition.
+        items: all matrices that are planned together: those of a parameter group or, at stage 3, a sub-group.
+        world_size: number of ranks that share these matrices.
         cost: the cost model of the parameter group.
         saved_counts: :func:`deepspeed.muon.math.choice.shape_key` of a matrix -> number of owners read from a
             checkpoint, which takes precedence. A number that is not possible with ``world_size`` ranks is ignored.
@@ -213,8 +213,9 @@ def _assign_to_sets(
 def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]) -> dict[int, int]:
     """Return {rank: number of the matrix's elements that it lacks} for the ranks that may own the matrix.
 
-    These are the ranks that hold a part of it or, if they are many, up to four of them. ``least``: the rank with the
-    least load of all ranks. ``few``: a cache that this function fills.
+    These are the ranks that hold a part of it or, if they are many, up to four of them: the first, the middle and the
+    last and, if it holds a part, ``least``, the rank with the least load of all. ``few``: a cache that this function
+    fills, :class:`Spread` of a matrix -> the result without ``least``.
     """
     spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]

@@ -66,11 +66,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shard:
-    """A Muon parameter of one partition, and where its elements are.
+    """One parameter, and where its elements are.
 
     Args:
         spec: the parameter's name, shape and matrices.
-        tensor: index in ``Partition.tensors`` of the flat tensor that holds this rank's part of the parameter.
+        tensor: index of the tensor that holds this rank's part of it, among those that one call of ``step`` updates.
         placement: which rank holds each element.
         tp_placements: with tensor parallelism, the placement of each tensor-parallel rank's parameter; otherwise empty.
     """
@@ -151,7 +151,7 @@ class Spread:
 
 @lru_cache(maxsize=1024)
 def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
-    """Return which ranks hold which elements of a block.
+    """Return which ranks hold which elements of ``block``, a matrix or a slice of one.
 
     ``sharding``: how tensor parallelism splits the parameter; ``None`` if it does not. ``rules``: the
     :attr:`Placement.rule` of each tensor-parallel rank's parameter.

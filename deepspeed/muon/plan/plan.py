@@ -43,12 +43,12 @@ def without_collector() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The plan of a partition for all of its ranks: who owns each matrix, and which bucket it is in.
+    """The plan of all ranks for a parameter group (or sub-group of ZeRO stage 3): each matrix's owner and bucket.
 
     Args:
-        shards: the partition's Muon parameters, in the same order on all ranks.
+        shards: the group's Muon parameters, in the same order on all ranks.
         items: the matrices of these parameters.
-        world_size: number of ranks that share the partition.
+        world_size: number of ranks that share these parameters.
         copies: how many ranks hold every matrix whole (ZeRO stage 0); 1 if ranks hold shards.
         owners: for each matrix, its owner, or the first of its consecutive owners.
         counts: for each matrix, its number of owners.
@@ -103,7 +103,7 @@ class GlobalPlan:
 
     @property
     def broadcasts(self) -> int:
-        """Return how many broadcasts a step takes at stage 0: one for each owner in each of the plan's rounds."""
+        """Return how many broadcasts a step takes at stage 0: one for each owner in each list of ``rounds``."""
         return sum(len({owner for owner, _ in owned}) for owned in self.rounds)
 
     @cached_property
@@ -160,7 +160,7 @@ class GlobalPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets of one partition as ``rank`` sees them. ``of_all``: the plan of all ranks."""
+    """The plan of one rank: all buckets of ``of_all``, the plan of all ranks, as ``rank`` sees them."""
 
     of_all: GlobalPlan
     rank: int
@@ -192,7 +192,7 @@ def plan_partition(
     saved_counts: Mapping[str, int] | None = None,
     most_owners: int | None = None,
 ) -> GlobalPlan:
-    """Plan one partition for all of its ranks, and choose how many owners each matrix has.
+    """Plan a parameter group (or sub-group of ZeRO stage 3) for all ranks; choose how many owners each matrix has.
 
     At stage 0, if sharing the work is not faster, return a plan for a single rank: every rank carries it out for all
     matrices, without communication. This never happens if a checkpoint or ``most_owners`` asks for several owners.
@@ -230,11 +230,11 @@ def global_plan(
     bucket_bytes: int | None = None,
     counts: Sequence[int] = (),
 ) -> GlobalPlan:
-    """Plan one partition for all of its ranks, with a given number of owners for each matrix.
+    """Plan a parameter group (or sub-group of ZeRO stage 3) for all ranks, with given numbers of owners.
 
     Args:
-        shards: the partition's Muon parameters, in the same order on all ranks.
-        world_size: number of ranks that share the partition.
+        shards: the group's Muon parameters, in the same order on all ranks.
+        world_size: number of ranks that share these parameters.
         cost: the cost model of the parameter group.
         bucket_bytes: see :func:`bucket_limit`.
         counts: for each matrix, its number of owners; if empty, every matrix has one.
@@ -311,12 +311,12 @@ def bucket_limit(
     """Return the maximum number of elements that one owner has in one bucket.
 
     Args:
-        items: the matrices of the partition.
-        world_size: number of ranks that share the partition.
+        items: all matrices that are planned together: those of a parameter group or, at stage 3, a sub-group.
+        world_size: number of ranks that share these matrices.
         copies: as in :class:`GlobalPlan`. If it is above 1, ``bucket_bytes`` is the maximum of all owners together.
         cost: gives the bytes of an element, and where Newton-Schulz runs.
         bucket_bytes: maximum bytes of one owner's matrices in one bucket; ``None``: :data:`CPU_BUCKET_BYTES` or
-            :data:`BUCKET_BYTES`, or less if a partition on CPUs would have few buckets.
+            :data:`BUCKET_BYTES`, or less if there would be few buckets on CPUs.
     """
     if bucket_bytes is None:
         bucket_bytes = CPU_BUCKET_BYTES if cost.device_type == "cpu" else BUCKET_BYTES

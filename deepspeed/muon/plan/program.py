@@ -86,7 +86,7 @@ class NewtonSchulz:
 
 @dataclass(frozen=True)
 class Look:
-    """The first operation of a program, which finds the matrices whose gradient is missing or zero on all ranks.
+    """The first operation of a step, which finds the matrices whose gradient is missing or zero on all ranks.
 
     ``collectives``: one all-reduce of a flag for each matrix; empty if no rank needs to ask the others.
     """
@@ -99,8 +99,8 @@ class Open:
     """The operation that gives a bucket its memory.
 
     ``storage``: index of the memory (:meth:`deepspeed.muon.plan.plan.GlobalPlan.storages`). ``numel``: number of
-    elements that the bucket needs. ``own``: index of the bucket whose matrices are sent: ``bucket`` itself or, if it
-    has only results, the earlier bucket that computes them.
+    elements that the bucket needs. ``own``: index of the bucket that contains the results of this rank: ``bucket``
+    itself or, if it only sends results (ZeRO stage 0), the earlier bucket that computes them.
     """
 
     bucket: int
@@ -159,7 +159,7 @@ Program = tuple[Look | Operation, ...]
 
 
 def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz) -> Program:
-    """Return the operations that one rank carries out for a partition in a step, in order.
+    """Return one rank's operations in a step for a parameter group (or sub-group of ZeRO stage 3), in order.
 
     A step with three buckets has this form if all three may be in use at the same time. A transfer that one line starts
     ends during the next line::
@@ -179,7 +179,7 @@ def program_of(plan: Plan, wire: str, staged: bool, newton_schulz: NewtonSchulz)
 
 
 def collectives_of(program: Program) -> Iterator[Collective]:
-    """Yield all collectives that a program calls, in order."""
+    """Yield all collectives of ``program``, one rank's operations in a step, in the order of the calls."""
     return chain.from_iterable(op.collectives for op in program if isinstance(op, (Look, Send, Compute)))
 
 
@@ -237,7 +237,7 @@ def _send_collectives(bucket: Bucket, plan: Plan, wire: str, back: bool) -> tupl
 
 
 def between_owners(batch: Batch, rank: int, how: NewtonSchulz) -> Iterator[Collective]:
-    """Yield the collectives that the owners of a batch's matrices call with each other; nothing if each has one owner.
+    """Yield the collectives that several owners of a batch's matrices call with each other; nothing for one owner.
 
     :mod:`deepspeed.muon.exchange.owner_set` makes exactly these calls. ``rank``: any of the owners.
     """
