@@ -37,7 +37,7 @@ class ExchangeError(RuntimeError):
 
 
 class KernelError(RuntimeError):
-    """The C++ kernels are not available on this machine; the message says why and what to install."""
+    """The C++ kernels for the CPU cannot be built or loaded; the message says why and what to install."""
 
 
 class SettingsError(ValueError):

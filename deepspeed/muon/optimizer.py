@@ -68,10 +68,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             ``param.use_muon``; the constructor sets it for all others.
         config: fields of :class:`deepspeed.muon.config.schema.MuonConfig`.
 
-    The state of a tensor is ``step`` and ``momentum_buffer`` (Muon), or ``step``, ``exp_avg`` and ``exp_avg_sq``
-    (AdamW). Buffers have the tensor's shape and dtype (fp32 under ZeRO); ``momentum_dtype`` may set bf16 or int8 for
-    the momentum. Each rank keeps NorMuon's second moments of the matrices that it orthogonalizes; :meth:`whole_state`
-    collects all of them for ``state_dict``.
+    The tensors in ``param_groups`` are parameters or, under ZeRO, this rank's flat shards of several parameters. Each
+    has the state ``step`` and ``momentum_buffer`` (Muon), or ``step``, ``exp_avg`` and ``exp_avg_sq`` (AdamW). Buffers
+    have the tensor's shape and dtype (fp32 under ZeRO); ``momentum_dtype`` may set bf16 or int8 for the momentum. Each
+    rank keeps NorMuon's second moments of the matrices that it orthogonalizes; :meth:`whole_state` collects those of
+    all ranks for ``state_dict``.
 
     Raises:
         MuonConfigError: a wrong key or value, an option without effect, or no matrix of the model goes to Muon.
@@ -250,12 +251,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def partitions(self) -> list[Partition]:
-        """Return the partitions passed to :meth:`bind` whose parameters Muon updates."""
+        """Return the :class:`Partition` objects passed to :meth:`bind` whose parameters Muon updates."""
         return [step.partition for step in self._steps.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
-        """Return all partitions passed to :meth:`bind`: first Muon's, then AdamW's."""
+        """Return all :class:`Partition` objects passed to :meth:`bind`: first Muon's, then AdamW's."""
         return [*self.partitions, *self._adam_partitions]
 
     @property
@@ -288,9 +289,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def exchange(self) -> Exchange:
-        """Return the :class:`Exchange` that moves the first Muon partition's matrices between ranks.
+        """Return the :class:`Exchange` that moves matrices between ranks for the first entry of :attr:`partitions`.
 
-        All partitions' exchanges have the same dtype, device and workspace.
+        The exchanges of the other entries have the same dtype, device and workspace.
         """
         return next(iter(self._steps.values())).exchange
 
@@ -327,10 +328,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def warn_of_no_matrix(self) -> None:
         """Log a warning that AdamW updates all parameters, and why no matrix goes to Muon."""
         reasons = sorted({spec.reason for spec in self.specs.values()})
-        logger.warning("deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: %s", "; ".join(reasons))
+        logger.warning(
+            "deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: %s; ignore this if you intend it, "
+            "otherwise change muon_exclude or param.use_muon, or train matrices",
+            "; ".join(reasons),
+        )
 
     def create_states(self, partition: Partition) -> None:
-        """Create the missing optimizer states of a partition's tensors, which must be in memory (not on NVMe)."""
+        """Create missing optimizer states of a :class:`Partition`'s tensors, which must be in memory (not on NVMe)."""
         use_muon = self.param_groups[partition.index]["use_muon"]
         for tensor, fragments in zip(partition.tensors, partition.fragments(), strict=True):
             if not use_muon:
@@ -340,7 +345,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.create_state(tensor, use_muon)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
-        """Return a tensor's optimizer state, as {key: tensor}; if it is missing, create it, filled with zeros."""
+        """Return a tensor's state {key: tensor} for Muon (``use_muon``) or AdamW; create missing state as zeros."""
         state = self.state[tensor]
         if use_muon:
             return state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
@@ -377,8 +382,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def write_state(self, tensor: Tensor, key: str, values: Tensor, start: int = 0) -> None:
         """Write ``values``, of any shape and floating dtype, to a tensor's state ``key`` from element ``start`` on.
 
-        Values are rounded to nearest. With an int8 momentum, ``values`` may not begin or end in the middle of a
-        parameter.
+        Values are rounded to nearest. With an int8 momentum, ``values`` may not begin or end inside of a parameter;
+        under ZeRO, a tensor contains several.
         """
         state, values = self.state[tensor], values.reshape(-1)
         if key == MOMENTUM and CODES in state:
@@ -397,8 +402,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all tensors that are in ``param_groups`` now, and return what ``closure`` returns.
 
-        ZeRO calls this once per parameter group or sub-group, with only the tensors of that one in ``param_groups``, in
-        the same order on all ranks. Settings such as autocast apply to ``closure``, but not to the update.
+        ZeRO calls this once for each parameter group or sub-group, in the same order on all ranks. For the call, it
+        puts only that group's or sub-group's tensors into ``param_groups``. Settings such as autocast apply to
+        ``closure``, but not to the update.
         """
         loss = None
         if closure is not None:
@@ -433,7 +439,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.workspace.release()
 
     def _bind_on_first_use(self) -> bool:
-        """Call :meth:`bind` before the first step in plain PyTorch. Return False if this step must do nothing."""
+        """Call :meth:`bind` before the first step in plain PyTorch, and return True.
+
+        Return False if the step must do nothing: a wrapper has replaced the parameters, and all gradients are zero.
+        """
         tensors = [p for group in self.param_groups for p in group["params"]]
         if all(p in self.specs for p in tensors):
             bind_without_sharding(self, self._replicas)
@@ -447,7 +456,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
 
     def _is_finite(self) -> Agreed:
-        """Return whether all gradients on all ranks are finite."""
+        """Return whether all gradients on all ranks are finite; all ranks get the same answer."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
         return agreed(self.has_finite_gradients(), is_same_on_all_ranks=True)
@@ -463,7 +472,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
     def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update a Muon group; return the names of the matrices that were skipped because they had no gradient."""
+        """Update a Muon group; return the names of the skipped matrices, whose gradient is zero on all ranks."""
         step = self._steps.get(group["params"][0])
         if step is None:
             raise RuntimeError(
@@ -477,7 +486,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return step.run(group, self.state, self._phase, self._stats)
 
     def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update an AdamW group; return an empty set: unlike Muon, AdamW skips no parameter whose gradient is zero."""
+        """Update an AdamW group; return an empty set, because AdamW, unlike Muon, does not skip zero gradients."""
         tensors = [p for p in group["params"] if p.grad is not None]
         with self._phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]

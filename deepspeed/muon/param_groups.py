@@ -84,7 +84,10 @@ def _checked(params: Any) -> list[dict[str, Any]]:
 def _halves(
     group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
 ) -> tuple[list[dict[str, Any]], float]:
-    """Split one user group like :func:`split_groups`; return (halves, learning rate). ``where``: prefix of errors."""
+    """Split one of the user's groups as :func:`split_groups` does; return (its halves, the user group's learning rate).
+
+    ``base``: prefix of the halves' names, such as ``group0``. ``where``: prefix of error messages.
+    """
     members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
         raise ValueError(
@@ -190,7 +193,7 @@ def check_options(
     ``layers``: the attention layers on which QK-clip acts; ``None`` without QK-clip.
 
     Return an empty dict for a whole model. For a pipeline stage, return {option without effect: error message}; the
-    caller raises the error if the option has no effect in any stage.
+    caller raises the error if the option is without effect in all stages.
     """
     specs, rules = list(specs), config.rules.keys
     # Update rules treat outputs and inputs differently, so they must know which axis is which.
@@ -229,8 +232,8 @@ def check_options(
 def check_patterns(model: nn.Module, config: MuonConfig) -> None:
     """Raise MuonConfigError if a pattern of ``muon_include``, ``muon_exclude`` or ``muon_split`` matches nothing.
 
-    ``muon_include`` and ``muon_split`` match only matrices. Do nothing for a pipeline stage, because another stage may
-    have the parameter.
+    ``muon_include`` and ``muon_split`` match only matrices. Do nothing for a pipeline stage, because the pattern may
+    match in another stage.
     """
     _refuse(_unmatched(model, config), model)
 
@@ -243,7 +246,7 @@ def _refuse(unused: dict[str, str], model: nn.Module) -> dict[str, str]:
 
 
 def _unmatched(model: nn.Module, config: MuonConfig) -> dict[str, str]:
-    """Return {"muon_exclude .*bias": error message} for each pattern, with its option, that matches nothing."""
+    """Return {option and pattern, such as "muon_exclude .*bias": error message}, for patterns that match nothing."""
     names = shapes(model)
     matrices = [name for name, shape in names.items() if len(shape) >= 2], "matrices"
     targets = {"muon_include": matrices, "muon_exclude": (list(names), "parameters"), "muon_split": matrices}
@@ -264,8 +267,8 @@ def no_matrix_error(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     """Return the error message if no parameter goes to Muon and that is probably a mistake; otherwise ``None``.
 
     It is not a mistake if the model has no matrices, if the user sent all of them to AdamW (``muon_exclude``,
-    ``use_muon = False``), or if other matrices are frozen (``is_part``). It is one if only low-rank adapters are
-    trained, because ``muon_lora`` can send them to Muon.
+    ``use_muon = False``), or if the model has frozen matrices (``is_part``). It is a mistake if only low-rank
+    adapters are trained, because ``muon_lora`` can send them to Muon.
     """
     if not specs:
         return (

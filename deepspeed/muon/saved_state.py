@@ -47,7 +47,7 @@ class UncastMomentum:
 class SavedForm:
     """The ``state_dict`` and ``load_state_dict`` hooks that convert optimizer state to and from its form in files.
 
-    For example, files contain an int8 momentum as fp32. A DeepSpeed engine sets the attributes below.
+    Files contain an int8 momentum as fp32, for example. DeepSpeed engines set ``is_convertible``, ``scaler``, ``read``.
     """
 
     #: Whether saves rename the momentum for DeepSpeed's converter, and loads refuse a checkpoint of another routing.
@@ -207,13 +207,13 @@ def fused_names(optimizer: Any) -> list[str]:
 
 
 def block_hashes(optimizer: Any) -> dict[str, str]:
-    """Return {parameter name: hash of the matrices that it is split into}, for each parameter that is split."""
+    """Return {parameter name: hash of how it is split into matrices}, for each parameter that is split."""
     cut = [spec for spec in optimizer.specs.values() if len(spec.blocks) > 1]
     return {s.name: short_hash(str([(b.offset, b.rows, b.cols, b.bands) for b in s.blocks]), 8) for s in cut}
 
 
 def split_hashes(optimizer: Any) -> dict[str, str]:
-    """Return :func:`block_hashes` of Muon's parameters in all pipeline stages, with "" for each that is not split."""
+    """Return {name: hash of how it is split, or "" if it is whole} of Muon's parameters in all pipeline stages."""
     if optimizer.context.muon_of_all_stages is not None:
         return optimizer.context.muon_of_all_stages
     return dict.fromkeys(sorted(muon_names(optimizer)), "") | block_hashes(optimizer)

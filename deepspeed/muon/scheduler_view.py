@@ -28,7 +28,7 @@ class UserGroup(UserDict):
     halves. ``betas`` are the AdamW half's, ``momentum`` is the Muon half's. Other keys that a scheduler writes stay in
     this object.
 
-    ``indices``: indices of the halves in ``optimizer.param_groups``. ``lr``, ``betas``: values if no half has the key.
+    ``indices``: the halves' indices in ``optimizer.param_groups``. ``lr``, ``betas``: returned if no half has this key.
     """
 
     def __init__(self, optimizer: Optimizer, indices: Sequence[int], lr: float, betas: tuple[float, float]) -> None:

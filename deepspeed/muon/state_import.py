@@ -50,7 +50,7 @@ def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None)
     """Return {parameter name: key of :data:`ACTIONS`}: how to import the state of each parameter in ``specs``.
 
     ``choice``, the config's ``import_momentum``, is the action for parameters that AdamW updated and Muon updates now.
-    ``"zero"`` is also the action for the reverse.
+    If it is ``"zero"``, it is also the action for parameters that Muon updated and AdamW updates now.
 
     Raises:
         ImportStateError: ``source`` lacks a parameter, or ``choice`` gives no action for one (``None`` gives none).
@@ -80,10 +80,10 @@ def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None)
 
 
 def write_state(optimizer: MuonWithAuxAdam, partition: Partition, source: Source, actions: Actions) -> None:
-    """Import the state of a partition's parameters into the optimizer's state tensors on this rank.
+    """Import the state of the parameters in a :class:`Partition` into the optimizer's state tensors on this rank.
 
-    Parameters that are not in ``actions`` keep their state. A tensor has one step count, the largest of its
-    parameters'. An AdamW group also stores how many fewer steps each parameter has taken.
+    Parameters that are not in ``actions`` keep their state. Under ZeRO, a tensor contains several parameters and has
+    one step count, the largest of theirs; an AdamW group also stores how many fewer steps each parameter has taken.
     """
     group, made = optimizer.param_groups[partition.index], dict[str, float]()
     for shard in partition.shards:
@@ -138,8 +138,8 @@ def warn_of_fused(optimizer: MuonWithAuxAdam, source: Source, actions: Actions) 
     """Warn about fused parameters, such as QKV, that Muon splits now but may have updated whole in the other run."""
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
-            "deepspeed-muon: %d fused parameters (first: %s) are now updated as several matrices; if %s updated each "
-            'as one, set "muon_fused": "whole" in optimizer.params to keep that',
+            "deepspeed-muon: %d fused parameters (first: %s) are now updated as several matrices; if the run that "
+            'saved %s updated each as one, set "muon_fused": "whole" in optimizer.params to keep that',
             len(names),
             names[0],
             source.title,
@@ -201,7 +201,7 @@ def momentum_policy(optimizer: MuonWithAuxAdam, source: Source) -> str | None:
 def _of_state_dict(
     optimizer: MuonWithAuxAdam, state_dict: Mapping[str, Any], is_sum: bool, names: Sequence[str] | None
 ) -> Source:
-    """Check a state_dict and return it as a :class:`Source`. ``is_sum``: whether ``convention`` is "sum"."""
+    """Check a state_dict; return it as a :class:`Source`. ``is_sum``: whether momenta are sums instead of averages."""
     specs = {spec.name: spec for spec in optimizer.specs.values()}
     groups = state_dict["param_groups"]
     members = [(index, group.get("momentum")) for group in groups for index in group["params"]]
@@ -219,7 +219,7 @@ def _of_state_dict(
         return value * (1.0 - decays[name]) if is_sum and key == "momentum_buffer" else value
 
     return Source(
-        "a state_dict" + (", sums times 1 - momentum" if is_sum else ""),
+        "a state_dict" + (" (sums times 1 - momentum)" if is_sum else ""),
         {name: "momentum_buffer" in entry for name, entry in entries.items()},
         read,
         lambda name: float(entries[name].get("step", 0)),
@@ -250,7 +250,7 @@ def _problems(
 ) -> Iterator[str]:
     """Yield an error text for each parameter whose saved state, ``entries[name]``, does not fit the model.
 
-    ``decays``: parameter name -> ``momentum`` of its saved group. ``is_sum``: whether ``convention`` is "sum".
+    ``decays``: parameter name -> ``momentum`` of its saved group. ``is_sum``: whether momenta are sums, not averages.
     """
     for name, entry in entries.items():
         keys = [keys for keys in KEYS.values() if all(isinstance(entry.get(key), Tensor) for key in keys)]

@@ -99,7 +99,7 @@ class Tuning:
                 "" if other == saved.dtype else f'; to use it, set "ns_dtype": "{other}" in optimizer.params',
             )
         elif saved != self.choice:
-            logger.info("deepspeed-muon: Newton-Schulz continues in %s", self.log_text(saved))
+            logger.info("deepspeed-muon: after the load, Newton-Schulz continues in %s", self.log_text(saved))
 
     def log_text(self, choice: Choice) -> str:
         """Return a text for the log: the dtype, methods and kernels in ``choice``, and why they were chosen."""
@@ -289,7 +289,7 @@ def _shortest_runs(
 
 
 def _check(table: Operations, x: Tensor, work: Workspace) -> None:
-    """Raise ArithmeticError if an iteration on ``x`` with the kernels ``table`` is far from plain PyTorch's in fp32."""
+    """Raise ArithmeticError if a Newton-Schulz iteration on ``x`` by ``table`` is far from plain PyTorch's in fp32."""
     eps, out, x = torch.finfo(x.dtype).eps, iterate(table, x, work).float(), x.float()
     c, b, a = POLYNOMIAL
     gram = x @ x.mT
@@ -332,8 +332,9 @@ def keep_dtype_hint(dtype: str) -> str:
 def resume_choice(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choice:
     """Return the Newton-Schulz dtype, methods and kernels for a parameter group; store them in ``group["ns_choice"]``.
 
-    Keep those of a loaded ``group["ns_choice"]``, so that a resumed run is bitwise the same. Matrix shapes that it
-    lacks get those of ``default``. If the config's ``ns_dtype`` is not ``auto``, it is the dtype.
+    Return the choice that a load has stored there, so that a resumed run is bitwise the same; otherwise ``default``.
+    Matrix shapes that the loaded choice lacks get the methods and kernels of ``default``. The config's ``ns_dtype``
+    replaces the loaded dtype unless it is ``auto``.
     """
     choice = default
     if "ns_choice" in group:
@@ -352,7 +353,7 @@ def method_of(choice: Choice, ns_method: str, rows: int, cols: int) -> str:
 def with_products(
     kernels: Operations, tables: Mapping[str, Operations], choice: Choice, rows: int, cols: int
 ) -> Operations:
-    """Return ``kernels`` with the matrix products of the kernels that ``choice`` names for rows x cols matrices.
+    """Return a copy of ``kernels`` with other matrix products: those that ``choice`` names for rows x cols matrices.
 
     ``tables``: name -> available kernels. Plain PyTorch computes the products of kernels that are unavailable.
     """

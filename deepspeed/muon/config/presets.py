@@ -106,7 +106,7 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming_preset_keys(params: Mapping[str, Any]) -> Iterator[None]:
-    """Add to a MuonConfigError from the ``with`` block which keys in its message the preset has set, not the user.
+    """Extend the message of a MuonConfigError from the ``with`` block: say which of the keys in it the preset has set.
 
     ``params``: the user's ``optimizer.params``.
     """

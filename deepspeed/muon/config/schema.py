@@ -239,7 +239,7 @@ class MuonConfig(BaseModel):
 
     @property
     def stock_tuning(self) -> list[str]:
-        """Return the keys, such as ``momentum``, that the user has probably tuned for stock DeepSpeed's Muon."""
+        """Return which of ``muon_lr``, ``adam_lr`` and ``momentum`` the user has set, as for stock DeepSpeed's Muon."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.preset_values]
 
     @property
@@ -311,7 +311,7 @@ def parse(
     Args:
         params: {key: value}. Keys set to null, and AdamW's keys without effect (:func:`is_harmless`), are ignored.
         where: prefix of keys in error messages.
-        base: the settings of all groups, if ``params`` are those of one parameter group.
+        base: the config's own settings, if ``params`` are the overrides of one parameter group.
 
     Raises:
         MuonConfigError: lists each wrong key, its value and what is allowed; for an unknown key, the most similar one.

@@ -117,7 +117,10 @@ def test_what_takes_long_at_the_start_is_told() -> None:
 
 
 def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
-    text = "deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: use_muon = False set by the user"
+    text = (
+        "deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: use_muon = False set by the user; "
+        "ignore this if you intend it, otherwise change muon_exclude or param.use_muon, or train matrices"
+    )
     assert run(logged_at_start, 2, tag=False) == [[("WARNING", text)], []]
 
 
