@@ -128,7 +128,7 @@ def _warn_once_per_machine(text: str, *values: Any) -> None:
 
 
 def _compilers() -> str:
-    """Return which compilers run on this machine, such as ``g++ runs on this machine``."""
+    """Return, as text, which compilers are running at the moment, such as ``g++ runs on this machine``."""
     names = {process.info["name"] for process in psutil.process_iter(["name"])}
     running = sorted(COMPILERS & {name for name in names if name})
     return f"{', '.join(running)} runs on this machine" if running else "no compiler runs on this machine"

@@ -36,7 +36,7 @@ def cpu_capability() -> str:
 
 
 class MuonBuilder(CPUOpBuilder):
-    """The DeepSpeed op builder of the C++ kernels for the CPU, which CPU offload uses on machines with a GPU, too."""
+    """The DeepSpeed op builder of Muon's C++ kernels for the CPU. With CPU offload, GPU machines use them, too."""
 
     BUILD_VAR = "DS_BUILD_MUON"
     NAME = "muon"
@@ -132,7 +132,8 @@ class MuonBuilder(CPUOpBuilder):
     def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
         """Build the module in a temporary folder, move it to ``path``, and return it.
 
-        ``is_only_builder``: whether no other process builds there; what killed builds have left is then removed.
+        ``is_only_builder``: whether no other process builds in the folder of ``path``. If so, delete first what killed
+        builds have left there.
         """
         from torch.utils import cpp_extension
 

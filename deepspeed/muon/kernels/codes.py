@@ -21,15 +21,15 @@ SMALLEST = 2.0**-119
 
 
 def block_count(numel: int) -> int:
-    """Return ``numel / BLOCK``, rounded up: the number of blocks of a tensor with ``numel`` elements."""
+    """Return ``numel / BLOCK``, rounded up: the number of quantization blocks in a tensor with ``numel`` elements."""
     return -(-numel // BLOCK)
 
 
 def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
-    """Return the fp32 values of consecutive int8 codes, a view of ``out``: code / 127 times the block's magnitude.
+    """Decode int8 codes: code / 127 times the block's largest magnitude. Return the fp32 values, a view of ``out``.
 
     Args:
-        codes: int8, 1-D; may begin and end within a block.
+        codes: int8, 1-D, consecutive; may begin and end within a block.
         absmax: fp32, 1-D: the largest magnitude of each block that contains some of the codes.
         skipped: the index of the first code in its block, from 0 to 127.
         out: fp32, 1-D, with ``BLOCK`` elements for each element of ``absmax``; overwritten.
@@ -47,8 +47,8 @@ def encode(values: Tensor, codes: Tensor, absmax: Tensor, noise: Tensor | float)
         values: fp32, 1-D: whole blocks, the last one padded with zeros; overwritten.
         codes: int8, 1-D: receives a code for each element before the padding.
         absmax: fp32, 1-D: receives m of each block.
-        noise: 1/2 rounds to nearest. Uniform random numbers from 2^-16 to 1 - 2^-16, fp32, as many as ``values``, round
-            stochastically.
+        noise: 1/2 to round to nearest. To round stochastically: uniform random numbers from 2^-16 to 1 - 2^-16, fp32,
+            one for each element of ``values``.
     """
     # Noise is farther from 0 and 1 than the rounding error of a block's largest value, so its code is 127 or -127.
     blocks = values.view(-1, BLOCK)

@@ -16,7 +16,7 @@ from deepspeed.muon.kernels.workspace import Workspace
 
 
 def unavailable() -> str | None:
-    """Return why quack's kernels cannot run on this process's GPU; ``None`` if they can.
+    """Return why the kernels of the library quack cannot run on this process's GPU; ``None`` if they can.
 
     Call it only if Triton's kernels can run, because quack's are combined with them.
     """
@@ -29,7 +29,7 @@ def unavailable() -> str | None:
 
 
 def operations(other: Operations) -> Operations:
-    """Return a copy of ``other`` in which quack computes the symmetric products of 16-bit matrices on a GPU.
+    """Return a copy of ``other`` whose ``square`` and ``product`` call quack for large 16-bit matrices on a GPU.
 
     Raises:
         ImportError: quack-kernels or Triton is not installed.

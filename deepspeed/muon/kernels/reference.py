@@ -93,9 +93,10 @@ def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
 
 
 def _parts(rows: int, cols: int, pitch: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """Split a matrix into parts as large as :func:`chunks`; yield (first row, row count, first column, end column).
+    """Split a matrix into parts that span at most ``CHUNK`` elements (``CPU_CHUNK`` on a CPU), and yield their places.
 
-    A part is some whole rows or, if one row is larger, some columns of one row. Rows start ``pitch`` elements apart.
+    A part is some whole rows or, if one row is larger, some columns of one row. Its place is (first row, row count,
+    first column, end column). Rows start ``pitch`` elements apart.
     """
     size = CPU_CHUNK if device.type == "cpu" else CHUNK
     step = max(1, size // pitch)
@@ -190,15 +191,16 @@ def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Wor
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return :class:`Tiles` with one tile for each run, a contiguous piece of a shard.
+    """Return :class:`Tiles` with one tile for each run, a contiguous piece of a flat shard.
 
-    ``runs``: (start in the shard, start in the other tensor, length) of each, in elements; see :class:`Tiles`.
+    ``runs``: for each run, (start in the shard, start in ``out`` or ``update``, length), in elements. ``out`` is an
+    argument of :func:`advance_runs`, ``update`` of :func:`apply_runs_`.
     """
     return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """Call :func:`advance` for each tile: a piece of ``buffer`` and ``grad``, and the piece of ``out`` to write."""
+    """Call :func:`advance` on each tile of the shards ``buffer`` and ``grad``, and on its place in ``out``."""
     for shard, other, length in tiles.table.tolist():
         part = slice(shard, shard + length)
         advance(buffer[part], grad[part], out[other : other + length], momentum, nesterov, Workspace())
@@ -207,7 +209,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Call :func:`apply_` for each tile: a piece of ``param``, and the piece of ``update`` to apply to it."""
+    """Call :func:`apply_` on each tile of the shard ``param``; ``tiles`` says which part of ``update`` to apply."""
     for shard, other, length in tiles.table.tolist():
         part, result = param[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
@@ -272,7 +274,7 @@ def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
 
 
 def separate_diagonal(x: Tensor, out: Symmetric) -> None:
-    """Set ``out.diagonal`` to the diagonal of X X^T, computed in fp32, and the diagonal of ``out.rest`` to zero."""
+    """Set ``out.diagonal`` to the diagonal of X X^T in fp32, for each X in ``x``; set that of ``out.rest`` to zero."""
     torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
     out.rest.diagonal(dim1=-2, dim2=-1).zero_()
 

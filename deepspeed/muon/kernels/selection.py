@@ -39,7 +39,10 @@ def _is_usable(unavailable: Unavailable, kind: str) -> bool:
 
 
 def choose(unavailable: Unavailable) -> Operations:
-    """Return one table of the fastest usable kernels; each call runs those for the device of its tensors."""
+    """Return one table of the fastest usable kernels, given what :func:`unavailable_kernels` returned.
+
+    Each call of an operation runs the kernel for the device of its tensors.
+    """
     table = native.operations() if _is_usable(unavailable, "cpu") else reference.OPERATIONS
     if _is_usable(unavailable, "cuda"):
         table = triton_table.operations(table)
@@ -49,7 +52,10 @@ def choose(unavailable: Unavailable) -> Operations:
 
 
 def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Operations]:
-    """Return {name: usable kernels for matrix products on a device}: ``torch``, then ``C++``, ``triton``, ``quack``."""
+    """Return {name: table} of the usable kernels for matrix products: ``torch``, then ``C++``, ``triton``, ``quack``.
+
+    ``unavailable``: what :func:`unavailable_kernels` returned. ``device_type``: where the products run.
+    """
     found = {"torch": reference.OPERATIONS}
     if device_type == "cpu" and _is_usable(unavailable, "cpu"):
         found["C++"] = native.operations()
@@ -63,7 +69,10 @@ def product_tables(unavailable: Unavailable, device_type: str) -> dict[str, Oper
 
 
 def summary(table: Operations, unavailable: Unavailable) -> str:
-    """Return the name of ``table`` for the log, such as ``torch (faster kernels are not used; cpu: no compiler)``."""
+    """Return the name of ``table`` for the log, such as ``torch (faster kernels are not used; cpu: no compiler)``.
+
+    ``unavailable``: what :func:`unavailable_kernels` returned.
+    """
     relevant = [kind for kind in unavailable if kind != "quack" or _is_usable(unavailable, "cuda")]
     reasons = [f"{kind}: {unavailable[kind]}" for kind in relevant if unavailable[kind]]
     return f"{table.name} (faster kernels are not used; {'; '.join(reasons)})" if reasons else table.name

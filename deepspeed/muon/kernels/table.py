@@ -60,7 +60,7 @@ PLAIN = Scalars()
 
 
 class Tiles(NamedTuple):
-    """The tiles of some runs. A run is a contiguous piece of a flat shard, a tile the part for one GPU program.
+    """Runs, split into tiles, each for one GPU program. A run is a contiguous piece of a rank's flat ZeRO shard.
 
     ``table``: int64, ``[tiles, 3]``, on the kernel's device: (start in the shard, start in the other tensor, length) of
     each tile, in elements. The other tensor is the ``out`` of ``advance`` or the ``update`` of ``apply_``.
@@ -76,7 +76,7 @@ class RunOperations:
     """The kernels that do ``advance`` and ``apply_`` for many runs (see :class:`Tiles`) of a flat shard in one launch.
 
     ``fits(tensor)`` returns whether they support its device, dtype and layout. ``tiles``, ``advance_runs`` and
-    ``apply_runs_`` in ``reference.py`` describe the other fields. The bits are those of one launch for each run.
+    ``apply_runs_`` in ``reference.py`` describe the other fields. One launch for each run gives the same bits.
     """
 
     fits: Callable[[Tensor], bool]

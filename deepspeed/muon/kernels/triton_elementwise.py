@@ -50,9 +50,9 @@ def _place(numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (indices in the shard, indices in the other tensor, mask) of this program's tile of :class:`Tiles`.
+    """Return (indices in the shard, indices in ``out`` or ``update``, mask) of this program's tile; see :class:`Tiles`.
 
-    ``tiles_ptr``: the tiles' ``table``; ``None`` if both tensors have the same ``numel`` elements, without tiles.
+    ``tiles_ptr``: the tiles' ``table``. If it is ``None``, both tensors have ``numel`` elements, in the same order.
     """
     if tiles_ptr is None:
         shard, mask = _place(numel, BLOCK)
@@ -187,8 +187,9 @@ def advance_codes_kernel(
     NESTEROV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Update ``ROWS`` blocks of the int8 momentum, and ``out`` if ``HAS_OUT``. ``rate``, keys: see
-    :func:`advance_kernel`.
+    """Update ``ROWS`` blocks of the int8 momentum and, if ``HAS_OUT``, write the input of Newton-Schulz.
+
+    ``rate``, ``first_key``, ``second_key``: see :func:`advance_kernel`.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * _CODE_BLOCK + tl.arange(0, _CODE_BLOCK)[None, :]
@@ -210,7 +211,7 @@ def advance_codes_kernel(
 
 @triton.jit
 def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
-    """Return ``param keep``; with ``CAUTIOUS``, elements whose update has the opposite sign do not change."""
+    """Return ``keep param``; with ``CAUTIOUS``, ``param`` where ``update`` has the opposite sign."""
     if CAUTIOUS:
         opposed = ((update < 0) & (param > 0)) | ((update > 0) & (param < 0))
         return tl.where(opposed, param, param * keep)
@@ -255,7 +256,7 @@ def _power(exponent):
 
 @triton.jit
 def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
-    """Store the exponent e (:func:`_exponent`) of one part of a matrix, and its sum of squares divided by 4^e."""
+    """For one part of a matrix, store e, the :func:`_exponent` of its largest entry, and its sum of squares / 4^e."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     x = tl.load(x_ptr + matrix * numel + at, mask, other=0.0).to(tl.float32)
@@ -270,7 +271,8 @@ def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
 def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constexpr):
     """Store the two numbers with which :func:`divide_kernel` normalizes a matrix: 2^-e and ``scale`` norm / 2^e.
 
-    e is the largest exponent of the matrix's parts. The second number is 1 for a zero matrix. ``scale``: 1 / new norm.
+    e: the largest exponent that :func:`sum_kernel` stored for the matrix. norm: the matrix's Frobenius norm.
+    ``scale``: 1 / norm of the result. The second number is 1 for a zero matrix.
     """
     matrix = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), -126, tl.int32)
@@ -291,7 +293,7 @@ def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constex
 
 @triton.jit
 def divide_kernel(x_ptr, out_ptr, norm_ptr, numel, BLOCK: tl.constexpr):
-    """Multiply this program's entries of a matrix by the first number of :func:`norm_kernel`; divide by the second."""
+    """Normalize this program's entries of a matrix with the two numbers that :func:`norm_kernel` has stored."""
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     power, norm = tl.load(norm_ptr + 2 * matrix), tl.load(norm_ptr + 2 * matrix + 1)
@@ -385,9 +387,9 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return :class:`Tiles` of at most ``BLOCK`` elements. Their table takes 12 bytes per 1,000 elements.
+    """Split runs, contiguous pieces of a flat shard, into :class:`Tiles` of at most ``BLOCK`` elements.
 
-    ``runs``: (start in the shard, start in the other tensor, length) of each run, in elements; see :class:`Tiles`.
+    The table takes 24 bytes per tile. ``runs``: as in :func:`deepspeed.muon.kernels.reference.tiles`.
     """
     starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 3)
     counts = -(-starts[:, 2] // BLOCK)

@@ -60,9 +60,9 @@ def _triangle(index):
 
 @triton.jit
 def _square_of(index, squares, GROUP: tl.constexpr):
-    """Return (row, column) of square number ``index`` in the upper triangle of a matrix that consists of squares.
+    """Return (row, column) of square number ``index`` in the upper triangle of a matrix that is cut into squares.
 
-    They are counted ``GROUP`` columns at a time. ``squares``: the number of squares along a side of the matrix.
+    All squares of ``GROUP`` columns come before those of the next ``GROUP``. ``squares``: how many squares a side has.
     """
     _, column = _triangle(index)
     first = column // GROUP * GROUP
@@ -103,10 +103,10 @@ def _tile(ptr, rows, cols, size):
 
 @triton.jit
 def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, cols, size, alpha, beta):
-    """Return the tile ``rows`` x ``cols`` of ``alpha A B + beta A``, for A and B with separate diagonals.
+    """Return the tile ``rows`` x ``cols`` of ``alpha A B + beta A``, where A and B are :class:`Symmetric`.
 
-    ``total``: that tile of the product of A and B without their diagonals. Elements on the diagonal of the matrix still
-    lack what :func:`_on_diagonal` returns.
+    ``total``: the same tile of the product of A and B without their diagonals. The caller adds what
+    :func:`_on_diagonal` returns to the elements on the diagonal.
     """
     of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
@@ -308,7 +308,7 @@ def complete_kernel(
 
 @triton.jit
 def scale_kernel(x_ptr, diagonal_ptr, out_ptr, rows, cols, TALL: tl.constexpr, BLOCK: tl.constexpr):
-    """Add D X, or X D if ``TALL``, to a part of one row of ``out``. ``diagonal_ptr``: the diagonal of D."""
+    """Add D X, or X D if ``TALL``, to a part of a row of ``out``; D is diagonal, with entries at ``diagonal_ptr``."""
     matrix, row = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = at < cols

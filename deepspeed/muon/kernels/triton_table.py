@@ -136,17 +136,17 @@ def _have_separate_diagonals(*matrices: Symmetric, others: Sequence[Tensor] = ()
 
 
 def takes_square(x: Tensor, out: Symmetric, *_: Any) -> bool:
-    """Return whether Triton's and quack's ``square`` support these tensors, and the result is large enough."""
+    """Return whether Triton's and quack's ``square`` support these tensors; see :func:`_are_large` for sizes."""
     return _have_separate_diagonals(out, others=[base_of(x)[0]]) and _are_large(x, out.rest)
 
 
 def takes_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
-    """Return whether Triton's and quack's ``product`` support these tensors, and the result is large enough."""
+    """Return whether Triton's and quack's ``product`` support these tensors; see :func:`_are_large` for sizes."""
     return _have_separate_diagonals(a, b, out) and _are_large(a.rest, b.rest, out.rest)
 
 
 def _are_large(*matrices: Tensor) -> bool:
-    """Return whether the last matrix has at least :data:`SYMMETRIC_FROM` rows, and all are 16-bit with aligned rows."""
+    """Return whether the last matrix has ``SYMMETRIC_FROM`` rows or more, and all are 16-bit and fit 16-byte loads."""
     return matrices[-1].size(-1) >= SYMMETRIC_FROM and all(
         x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
         for x in matrices

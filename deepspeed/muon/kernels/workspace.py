@@ -71,7 +71,10 @@ class Workspace:
 
 
 def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | None = None) -> int:
-    """Return how many matrices of ``x``, ``[batch, rows, cols]``, to process at a time; see :func:`batch_limit`."""
+    """Return how many matrices of ``x``, ``[batch, rows, cols]``, Newton-Schulz should process at a time.
+
+    ``dtype``: that of the products. ``small``, ``threads``: see :func:`batch_limit`.
+    """
     return batch_limit(x.size(-2) * x.size(-1), small, dtype.itemsize, is_accelerator(x.device), threads)
 
 
