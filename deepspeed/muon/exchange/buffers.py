@@ -48,19 +48,19 @@ class BucketBuffers:
         return f"{self.index + 1} of {self.count}"
 
     def slice_of(self, index: int) -> Tensor:
-        """Return the 1-D view of a buffer for ``bucket.runs[index]``, on the device of this rank's shard.
+        """Return, as a slice of :meth:`shard_side_buffer`, the part of a matrix that ``bucket.runs[index]`` describes.
 
-        It contains the run's input before Newton-Schulz, and the run's result afterwards.
+        The 1-D slice contains this part's input before Newton-Schulz, and this part's result afterwards.
         """
         run = self.bucket.runs[index]
         at = run.copy.at if self.host is None else self.bucket.host_places[index]
         return self.shard_side_buffer(run.in_place).narrow(0, at, run.copy.numel)
 
     def shard_side_buffer(self, in_place: bool) -> Tensor:
-        """Return the 1-D buffer whose elements are copied to and from this rank's shard.
+        """Return the bucket's 1-D buffer to which this rank's ZeRO shard is copied, and from which results come back.
 
-        This is ``host`` under CPU offload. Without CPU offload it is ``matrices`` for the runs that are copied straight
-        into the matrices (``in_place``), and ``outbox`` for all other runs.
+        Under CPU offload this is ``host``. Otherwise it is ``matrices`` for the elements that this rank keeps to
+        orthogonalize them (``in_place``), and ``outbox`` for the elements that it sends.
         """
         return self._buffer(in_place) if self.host is None else self.host
 
@@ -98,7 +98,7 @@ class BucketBuffers:
 
 
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
-    """Return the elements of ``tensor`` that ``copy`` selects, which are equally spaced rows, as a 1-D tensor.
+    """Return the equally spaced rows of ``tensor`` that ``copy`` (:class:`GridCopy`) selects, joined to a 1-D tensor.
 
     The result is a view of ``tensor`` if there is one row. Otherwise it is a copy in ``work``, under the key ``name``.
     """
@@ -109,15 +109,15 @@ def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -
 
 
 def copy_to_grid(elements: Tensor, tensor: Tensor, copy: GridCopy) -> None:
-    """Write ``elements``, which :func:`copy_from_grid` returned, back to ``tensor``, unless they are a view of it."""
+    """Write ``elements``, a result of :func:`copy_from_grid`, back to ``tensor``, unless they are a view of it."""
     if copy.rows > 1:
         grid_view(tensor, copy).copy_(elements.view(1, copy.rows, copy.cols))
 
 
 def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
-    """Return a view ``[times, rows, cols]`` of the elements of a contiguous ``tensor`` that ``copy`` selects.
+    """Return the elements of a contiguous ``tensor`` that ``copy`` selects, as a view ``[times, rows, cols]``.
 
-    These are the strided rows of the :class:`GridCopy`.
+    A :class:`GridCopy` selects ``times`` groups of ``rows`` equally spaced rows, which have ``cols`` elements each.
     """
     shape, strides = (copy.times, copy.rows, copy.cols), (copy.start_step, copy.pitch, 1)
     return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)

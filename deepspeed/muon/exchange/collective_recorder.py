@@ -149,9 +149,9 @@ def _flat(tensors: Any) -> list[Tensor]:
 
 
 def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
-    """Return the fields of a :class:`Collective` to which all ranks contribute equally many elements.
+    """Return {field: value} for the :class:`Collective` that records a call with equally many elements from all ranks.
 
-    ``args[place]``: this rank's contribution, a tensor or a list of tensors.
+    ``args``: the arguments of the call. ``args[place]`` is this rank's contribution, a tensor or a list of tensors.
     """
     tensors = _flat(args[place])
     root = next((one.rootRank for one in args if hasattr(one, "rootRank")), None)
@@ -159,7 +159,7 @@ def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
 
 
 def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
-    """Return the fields of a :class:`Collective` on lists of tensors, such as ``all_gather``."""
+    """Return {field: value} for the :class:`Collective` that records a call on lists of tensors (``all_gather``)."""
     received, sent = ([tensor.numel() for tensor in _flat(tensors)] for tensors in (outputs, inputs))
     count = max(len(received), len(sent))  # a list with a single tensor: all ranks have this size
     sizes = {"sent": tuple(sent * (count // len(sent))), "received": tuple(received * (count // len(received)))}
@@ -167,7 +167,7 @@ def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str
 
 
 def _split(kind: str, out: Tensor, sends: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any) -> dict[str, Any]:
-    """Return the fields of a :class:`Collective` for an ``all_to_all_single``; no splits mean equal parts."""
+    """Return {field: value} for the :class:`Collective` that records an all-to-all; no splits mean equal parts."""
     if not in_splits and not out_splits:
         return {"kind": kind, "dtype": _dtype([sends]), "numel": sends.numel()}
     sent, received = (

@@ -37,21 +37,21 @@ class Phases(Protocol):
     """
 
     def look(self, operation: Look) -> None:
-        """Find the matrices that have no gradient on any rank, with the all-reduce that ``operation`` lists."""
+        """Find the matrices without a gradient on any rank, with ``operation.collectives``. The step skips them."""
 
     def prepare(self, buffers: BucketBuffers) -> None:
-        """Update the momentum of this rank's part of a bucket's matrices, and write Newton-Schulz's input to
-        ``buffers``.
+        """Update the momentum of this rank's part of one bucket's matrices, and write the input of Newton-Schulz for
+        this part to ``buffers``.
         """
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize ``buffers.matrices``, a bucket's matrices that this rank owns, in place.
+        """Orthogonalize ``buffers.matrices`` in place: the matrices of one bucket that this rank owns.
 
-        ``calls``: the planned collectives of matrices with several owners, in order. Each collective takes one item.
+        ``calls``: the planned collectives among the owners of one matrix, in order. All are consumed.
         """
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Update the weights of this rank's part of a bucket's matrices with the results in ``buffers``."""
+        """Update the weights of this rank's part of one bucket's matrices with the results in ``buffers``."""
 
 
 @dataclass(eq=False)
@@ -80,10 +80,10 @@ class Exchange:
         self._collectives = PendingCollectives(self.name, self.device)
 
     def owner_set(self, batch: Batch, bucket: str, calls: Iterator[Collective]) -> OwnerSet:
-        """Return the ranks that own the matrices of ``batch`` together. This rank is one of them.
+        """Return the ranks, this one included, that orthogonalize the matrices of ``batch`` together.
 
         ``bucket``: number of the batch's bucket for messages, such as "2 of 5". ``calls``: the bucket's planned
-        collectives, in order. A collective that is not the next one raises RuntimeError.
+        collectives, in order. The owner set raises RuntimeError when it makes another collective than the next one.
         """
 
         def call(kind: str, tensor: Tensor, launch: Callable[[], Any]) -> None:
@@ -174,8 +174,8 @@ class Exchange:
     def _open(self, plan: Plan, operation: Open, storage: Tensor, others: Mapping[int, BucketBuffers]) -> BucketBuffers:
         """Return the buffers of the bucket that ``operation`` opens, as views of the 1-D tensor ``storage``.
 
-        ``others``: {bucket index: buffers} of buckets opened before. A bucket of results takes its matrices from one of
-        them.
+        ``others``: {bucket index: buffers} of buckets opened before. A bucket that only sends results shares
+        ``matrices`` with the one of them that computes the results.
         """
         bucket = plan.buckets[operation.bucket]
         matrices, outbox, inbox = storage[: operation.numel].split(bucket.buffer_sizes)
@@ -193,7 +193,10 @@ class Exchange:
         )
 
     def _wait(self, buffers: BucketBuffers, back: bool) -> None:
-        """Wait for the collectives and copies of ``buffers``. If they bring results (``back``), the host waits, too."""
+        """Make the current stream wait for the bucket's collectives and copies. Unpack the elements that have arrived.
+
+        If ``back``, results arrive: the host waits for their copies, too, and nothing is unpacked.
+        """
         buffers.wait()
         if buffers.copied is not None:
             (buffers.copied.synchronize if back else buffers.copied.wait)()

@@ -95,7 +95,7 @@ def _report(text: str) -> None:
 def first_failure() -> str:
     """Return the first error that a rank reported in this step or the one before, such as "rank 3: ValueError: ...".
 
-    Empty if no rank has reported an error.
+    Return an empty string if no rank has reported an error.
     """
     with suppress(Exception):
         store = torch.distributed.distributed_c10d._get_default_store()

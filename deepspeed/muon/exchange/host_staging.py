@@ -36,7 +36,7 @@ class Staging:
     def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
         """Return a 1-D tensor in pinned host memory, large enough for all elements of ``bucket`` in this rank's shard.
 
-        Calls with the same ``slot`` return the same memory.
+        ``slot``: index of the memory. Calls with the same index return the same memory, for one bucket after another.
         """
         return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned)
 

@@ -25,7 +25,7 @@ from deepspeed.muon.plan.owners import count_ranks_per_node
 
 
 def owner_ranks(group: Any, size: int) -> tuple[int, ...]:
-    """Return the world ranks, ``size`` in number, that own matrices together with this rank.
+    """Return the world ranks, this one included, that together orthogonalize matrices with ``size`` owners.
 
     Example: if ``group`` has the ranks 0 to 3 and ``size`` is 2, the result on rank 3 is ``(2, 3)``.
     """
@@ -35,15 +35,15 @@ def owner_ranks(group: Any, size: int) -> tuple[int, ...]:
 
 
 def owner_group(group: Any, size: int) -> Any:
-    """Return the process group of the ranks that :func:`owner_ranks` returns.
+    """Return the process group of the ranks that together orthogonalize matrices with ``size`` owners.
 
-    Call :func:`~deepspeed.muon.exchange.groups.make_groups` for them first, unless they are all ranks of ``group``.
+    Call :func:`~deepspeed.muon.exchange.groups.make_groups` for the ranks first, unless they are all of ``group``.
     """
     return group if size == torch.distributed.get_world_size(group) else group_of(owner_ranks(group, size))
 
 
 def aligned_ranks_per_node(group: Any, ranks_per_node: int) -> int:
-    """Return the largest n such that every n consecutive ranks of ``group`` share a node.
+    """Return the largest n such that ranks 0 to n - 1 of ``group`` share a node, ranks n to 2n - 1 do, and so on.
 
     ``ranks_per_node``: number of world ranks on each node.
     """
@@ -52,9 +52,9 @@ def aligned_ranks_per_node(group: Any, ranks_per_node: int) -> int:
 
 @dataclass(frozen=True)
 class OwnerSet:
-    """The ranks that own some matrices together, and the collectives among them.
+    """The ranks that orthogonalize some matrices together (their owners), and the collectives among these ranks.
 
-    Each of these owners holds one slice of every matrix. All make the same calls in the same order.
+    Each owner holds one slice of every matrix. All owners make the same calls in the same order.
 
     Args:
         group: process group of the owners.
@@ -147,10 +147,11 @@ def _each(matrices: Symmetric) -> list[Symmetric]:
 
 
 def _complete(rows: Tensor, a: Symmetric, b: Symmetric, mine: slice, coeffs: Scalars, work: Workspace) -> Tensor:
-    """Turn ``rows`` of ``A B``, in place, into rows of ``alpha A B + beta A + shift I``. ``mine``: their indices.
+    """Turn ``rows``, the rows ``mine`` of ``A B``, in place, into rows of ``alpha A B + beta A + shift I``.
 
-    If A and B store their diagonals separately, ``rows`` lacks those; return the result's diagonal at ``mine``.
-    Otherwise return an empty tensor. ``coeffs``: (alpha, beta, shift).
+    If A and B store their diagonals separately (:class:`Symmetric`), ``rows`` comes without the term of B's diagonal
+    and is left with a zero diagonal; the result's diagonal at ``mine`` is returned. Otherwise return an empty tensor.
+    ``coeffs``: (alpha, beta, shift).
     """
     alpha, beta, shift = coeffs
     of_a, on_diagonal = a.rest[:, mine], rows.diagonal(offset=mine.start, dim1=-2, dim2=-1)

@@ -46,7 +46,7 @@ class Partition:
 
     @property
     def blocks(self) -> list[PlacedBlock]:
-        """Return the matrices of all parameters in ``planned``, in the order in which the plan numbers them."""
+        """Return the matrices of all parameters in :attr:`planned`, in the order in which the plan numbers them."""
         return [item for shard in self.planned for item in shard.items]
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
@@ -61,9 +61,9 @@ class Partition:
                 yield shard, start, stop, shard.placement.position(start)
 
     def fragments(self) -> list[list[Fragment]]:
-        """Return, for each tensor in ``tensors``, the list of parameter fragments that it holds on this rank.
+        """Return, for each tensor in :attr:`tensors`, the parts of parameters (:class:`Fragment`) in it on this rank.
 
-        Under tensor parallelism ``@`` and the tensor-parallel rank follow the parameter's name: ``fc.weight@1``.
+        A fragment has the parameter's name. Under tensor parallelism the tensor-parallel rank follows: ``fc.weight@1``.
         """
         found: list[list[Fragment]] = [[] for _ in self.tensors]
         for shard, start, stop, position in self.pieces():

@@ -153,7 +153,7 @@ class PendingCollectives:
         return collective
 
     def is_waiting(self) -> bool:
-        """Return whether the group waits for a collective that was launched over :data:`GRACE` seconds ago."""
+        """Return whether this rank waits for a collective of the group launched over :data:`GRACE` seconds ago."""
         return any(collective.is_slow(GRACE) for collective in list(self._latest))
 
     def report_slow(self) -> None:

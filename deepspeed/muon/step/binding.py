@@ -71,12 +71,14 @@ def bind_partition(
     blocks: Mapping[Tensor, Blocks],
     second_moments: SecondMoments,
 ) -> PartitionStep:
-    """Plan the step of one partition of Muon parameters. Return the :class:`PartitionStep` that carries it out.
+    """Plan the step of one :class:`Partition`. Return the :class:`PartitionStep` that carries it out.
 
     Args:
+        partition: Muon parameters of one parameter group, and how ranks share them.
         group: the partition's parameter group. A loaded checkpoint gives it an entry ``owner_counts``, which fixes how
-            many ranks own a matrix together: shape, such as ``16x64`` -> number of ranks.
-        choice: dtype and methods of Newton-Schulz, and the names of its kernels in ``tables``.
+            many ranks own a matrix together: {matrix shape, such as ``16x64``: number of ranks}.
+        choice: dtype and methods of Newton-Schulz, and the names of its kernels.
+        tables: {name: kernels that are available}. Plain PyTorch replaces kernels of ``choice`` that are missing here.
         exchange: communication among the ranks of the partition.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         second_moments: NorMuon's second moments of all partitions.

@@ -32,9 +32,10 @@ PROBES = 16
 class _Probes(NamedTuple):
     """The elements of one tensor's gradient that :class:`GradientProbe` tests.
 
-    ``runs``: for each matrix in the tensor, the parts of the matrix there. ``matrices``: index of each such matrix
-    among those of the partition, int64 ``[matrices]``. ``positions``: for each of them, indices in the tensor of the
-    elements to test first, int64 ``[matrices, PROBES]``.
+    ``tensor``: the tensor's index in the partition. The other fields have one item for each matrix of which the tensor
+    holds elements. ``runs``: the parts of the matrix in the tensor. ``matrices``: index of the matrix in the partition,
+    int64 ``[matrices]``. ``positions``: indices in the tensor of the elements to test first, int64
+    ``[matrices, PROBES]``.
     """
 
     tensor: int
@@ -44,7 +45,7 @@ class _Probes(NamedTuple):
 
 
 class GradientProbe:
-    """A search for matrices without a gradient in one :class:`Partition`, made of a few tensor operations.
+    """The check for matrices of one :class:`Partition` whose gradient is zero, made of a few tensor operations.
 
     ``plan``: says where in the partition's tensors each matrix is.
     """
@@ -68,8 +69,8 @@ class GradientProbe:
     def without_gradient(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
         """Return the names of the partition's matrices whose gradient is zero on all ranks.
 
-        A collective, unless ``look.collectives`` is empty: then this rank's gradients are enough to tell. ``tensors``:
-        the tensors of the partition. A ``grad`` of ``None`` counts as zero.
+        ``tensors``: the tensors of the partition; a ``grad`` of ``None`` counts as zero. ``look``: the operation of the
+        plan. This is a collective, unless ``look.collectives`` is empty: then this rank's gradients are enough to tell.
         """
         present = self._local(tensors).to(self._exchange.device)
         if look.collectives:
@@ -79,7 +80,7 @@ class GradientProbe:
         return frozenset(name for name, is_present in zip(self._names, present.tolist(), strict=True) if not is_present)
 
     def _local(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return int32 ``[matrices]``: 1 if this rank holds a nonzero element of the matrix's gradient, otherwise 0."""
+        """Return int32 ``[matrices]``: 1 for each matrix with a nonzero gradient element on this rank, otherwise 0."""
         present = torch.zeros(len(self._names), dtype=torch.int32, device=tensors[0].device)
         grads = {
             p.tensor: grad.contiguous().view(-1) for p in self._probes if (grad := tensors[p.tensor].grad) is not None

@@ -57,7 +57,7 @@ class Call(NamedTuple):
         tensor: index, in the parameter group, of the tensor that holds all these runs.
         in_place: whether the runs are in the buffer of the matrices that this rank owns; otherwise in the send buffer.
         scale: factor by which the update of the runs is multiplied.
-        spans: contiguous ranges of the runs, adjacent runs joined; empty if the elements of a run are not contiguous.
+        spans: the elements of the runs as contiguous :class:`Span` objects; empty if a run is not contiguous.
         tiles: ``spans`` as an argument of a kernel that updates many spans in one launch; ``None`` without such a
             kernel.
     """
@@ -195,7 +195,7 @@ class PartitionStep:
     # ---- on the shard: which matrices have a gradient -----------------------------------------------------
 
     def look(self, operation: Look) -> None:
-        """Find the matrices that this step will not update, because their gradient is zero on all ranks."""
+        """Find the matrices without a gradient on any rank, with ``operation.collectives``. The step skips them."""
         self._absent = self.gradients.without_gradient(self._group["params"], operation)
         if self._stats is not None:
             # All ranks that share the plan count the same matrices, and their counts are added up.
@@ -204,10 +204,10 @@ class PartitionStep:
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
     def prepare(self, buffers: BucketBuffers) -> None:
-        """Update the momentum of this rank's part of a bucket, and write the input of Newton-Schulz to ``buffers``.
+        """Update the momentum of this rank's part of one bucket's matrices, and write the input of Newton-Schulz.
 
-        With the gradient g and the updated momentum m, the input is ``g + momentum * (m - g)`` if Nesterov is on,
-        otherwise m. Its dtype is that of the exchange.
+        ``buffers``: receives the input in the dtype in which matrices are sent. With the gradient g and the updated
+        momentum m, the input is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m.
         """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
@@ -264,10 +264,10 @@ class PartitionStep:
     # the look-ahead from the old codes, and the codes are updated after the last bucket.
 
     def _advance_in_int8(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Write a run's input of Newton-Schulz to ``target``, for int8 momentum. The arguments are those of
-        :meth:`_advance`.
+        """Write the Newton-Schulz input of ``run``, a part of a matrix, to ``target``, if the momentum is int8.
 
-        The momentum is updated, too, if the run is all that this rank holds of its parameter.
+        The momentum is updated, too, if the run is all that this rank holds of its parameter. The arguments are those
+        of :meth:`_advance`.
         """
         state, copy = self._states[tensor], run.copy
         fragment, codes, absmax, skipped = self.blocks[tensor].fragment_at(state, copy.start, copy.extent)
@@ -322,10 +322,10 @@ class PartitionStep:
                 self._advance_codes(state, fragment, codes, absmax, gradient, None)
 
     def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[ShardRun]) -> Tensor:
-        """Return a copy of a fragment's gradient, 1-D, with the gradient of ``runs`` replaced by their momentum.
+        """Return a copy of ``grad`` with the zeros of ``runs`` replaced by their momentum, which updates then keep.
 
-        ``runs``: parts of matrices without a gradient. An update with this copy leaves their momentum as it is.
-        ``position``: index of the fragment's first element in ``tensor``.
+        ``grad``: the 1-D gradient of a :class:`Fragment` of a parameter. ``runs``: parts of matrices without a
+        gradient. ``position``: index of the fragment's first element in ``tensor``.
         """
         grad, state = grad.clone(), self._states[tensor]
         for run in runs:
@@ -339,9 +339,9 @@ class PartitionStep:
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-        """Orthogonalize the matrices of a bucket that this rank owns, in place, a batch of equal shapes at a time.
+        """Orthogonalize ``buffers.matrices`` in place: the matrices of one bucket that this rank owns, shape by shape.
 
-        ``calls``: the planned collectives of matrices with several owners, in order.
+        ``calls``: the planned collectives among the owners of one matrix, in order.
         """
         how, rules, stats = self.newton_schulz, self.rules, self._stats
         for batch in buffers.bucket.batches:
@@ -374,7 +374,7 @@ class PartitionStep:
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
     def apply(self, buffers: BucketBuffers) -> None:
-        """Update the weights of this rank's part of a bucket from the orthogonalized results in ``buffers``.
+        """Update the weights of this rank's part of one bucket's matrices from the results in ``buffers``.
 
         The weights decay, and learning rate x scale x result is subtracted.
         """
@@ -412,11 +412,11 @@ class PartitionStep:
         self.elementwise.apply_(weights, update, self._lr, call.scale, self._decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice, ``weights[slice]``) pairs that cover the 1-D ``weights``. The caller updates the second in
-        place.
+        """Yield (slice, ``weights[slice]``) pairs that cover the 1-D ``weights``, for the caller to update in place.
 
         bf16 weights are yielded as fp32 copies and then rounded back stochastically. Rounding to nearest would lose
-        updates below 2^-9 of a weight. ``step``: number of the step, which seeds the rounding.
+        updates below 2^-9 of a weight. ``run``, ``step``: seed the rounding; ``run`` says which part of a matrix
+        ``weights`` is.
         """
         if weights.dtype != torch.bfloat16:
             yield slice(None), weights
@@ -429,9 +429,10 @@ class PartitionStep:
     # ---- runs of a call -----------------------------------------------------------------------------------
 
     def _is_one_pass(self, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
-        """Return whether the runs of a :class:`Call` can be updated span by span, without looking at each run.
+        """Return whether contiguous spans (``call.spans``) can be updated, instead of one :class:`ShardRun` at a time.
 
-        Every matrix needs a gradient. ``tensor``, which holds weights or momentum, must not be bf16.
+        False if the call has no spans, if one of its matrices has no gradient, or if ``tensor``, which holds the
+        weights or the momentum to update, is bf16.
         """
         # Stochastic rounding of a bf16 element depends on its place in the matrix.
         if not call.spans or tensor.dtype == torch.bfloat16:
@@ -439,14 +440,14 @@ class PartitionStep:
         return not self._absent or not any(bucket.runs[index].matrix in self._absent for index in call.runs)
 
     def _present_runs(self, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
-        """Yield (run, its view of the bucket's buffer, 1-D) for each run of a :class:`Call` that has a gradient."""
+        """Yield (run, its 1-D slice of the buffers) for each :class:`ShardRun` of ``call`` that has a gradient."""
         for index in call.runs:
             run = buffers.bucket.runs[index]
             if run.matrix not in self._absent:
                 yield run, buffers.slice_of(index)
 
     def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield (parameter, weights, result of Newton-Schulz, scale) of each run that :meth:`apply` will update."""
+        """Yield (parameter name, weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update."""
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is not None:
