@@ -41,15 +41,16 @@ COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
 
 
 def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
-    """Compare the version, config and parameters of all ranks, and return what they have in common; a collective.
+    """Compare the package's version, config and parameters on all ranks; return what they share. A collective.
 
-    A *stage* below is a pipeline stage. Under ``tp_mode: shard``, each tensor-parallel rank's shards of it count as a
-    stage of their own (:func:`stage_number`).
+    A *stage* below is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a pipeline
+    stage (:func:`stage_number`).
 
     Returns:
-        - ``bf16``: whether the devices of all ranks compute with bf16.
+        - ``bf16``: whether the devices of all ranks have bf16 instructions.
         - ``may_time``: whether kernels may be chosen by timing them. It is false if one rank is in deterministic mode.
-        - ``shapes``: ``[rows, columns, count]`` for each shape of a Muon matrix; ``count`` is the largest of any stage.
+        - ``shapes``: ``[rows, columns, count]`` for each shape of Muon's matrices. ``count``: number of matrices of
+          this shape in the stage that has the most.
         - ``ns_methods``: the values of ``ns_method`` that any parameter group uses.
         - ``groups``: the largest number of parameter groups in a stage.
         - ``matrices``: the number of Muon's matrices in the whole model.
@@ -196,7 +197,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:
-    """Compare the settings (``_facts``) of all ranks; return what they share, or ``{"error": text}`` if they differ."""
+    """Compare all ranks' settings; return :func:`agree_on_settings`'s dict, or ``{"error": text}`` if they differ."""
     of_all = {
         "version": "the deepspeed-muon version",
         "config": "ranks {ranks} have other optimizer.params than rank {first}; read one config on all ranks",

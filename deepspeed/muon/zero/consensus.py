@@ -139,9 +139,9 @@ def differences(facts: list[Facts], texts: dict[str, str], within: str = "") -> 
 
     Args:
         facts: the facts of each rank, in the order of ranks.
-        texts: {key of a fact to compare: text}. The text is a whole error, in which ``{ranks}`` and ``{first}`` are
-            replaced by the ranks that differ and the rank from which they differ. Without these placeholders it is a
-            text, such as ``the version`` for the error "the version differs: rank 0 has 1, ranks [1] have [2]".
+        texts: {key of a fact to compare: error text}. In the text, ``{ranks}`` is replaced by the ranks that differ,
+            and ``{first}`` by the rank from which they differ. A text without ``{ranks}`` only names the fact, such as
+            "the version"; the error is then "the version differs: rank 0 has 1, ranks [1] have [2]".
         within: key of a fact. Only ranks with the same value of this fact are compared with one another. By default all
             ranks are compared.
     """

@@ -100,7 +100,8 @@ def train_all_cases() -> list[Facts]:
 
         - ``name``: the case's key in :data:`CASES`.
         - ``problem``: an error, or a difference from training in one process; ``None`` if there is none.
-        - ``error``: the largest error of any parameter's change, relative to its change in one process.
+        - ``error``: norm(trained - expected) / norm(expected - initial weight), the largest of all parameters and
+          ranks. ``expected`` is the weight after training in one process.
         - ``loss``: [loss of the first step, loss of the last step] on rank 0; ``None`` if rank 0 failed.
         - ``step_ms``: median time of a step on the slowest rank, in milliseconds.
         - ``sent_mb``: megabytes that a rank sends in each step; the maximum over ranks.

@@ -83,7 +83,7 @@ def without_double_clipping(
 
 
 def _keep_user_tags() -> None:
-    """Replace ``deepspeed.set_optimizer_flags``, which would overwrite the ``use_muon`` attributes that a user set."""
+    """Patch ``deepspeed.set_optimizer_flags`` so that it keeps the ``use_muon`` attributes that a user of Muon set."""
     # Not in install(), which runs before deepspeed/__init__.py defines the function.
     deepspeed = sys.modules["deepspeed"]
     flags = getattr(deepspeed, "set_optimizer_flags", None)
@@ -141,7 +141,7 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 
 
 def _import_stocks_muon() -> None:
-    """Import stock DeepSpeed's Muon, which ZeRO needs, but not torch's compiler, which takes a second to load."""
+    """Import stock DeepSpeed's Muon, which ZeRO needs, without loading torch's compiler, which takes a second."""
 
     def compile_at_first_call(compile: Callable, *args: Any, **options: Any) -> Callable:
         if options or len(args) != 1:
@@ -220,7 +220,8 @@ def _compile(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
     """Replace ``DeepSpeedEngine._get_optimizer_param``, which ``get_lr`` and ``get_mom`` call.
 
-    Return one value for each parameter group that the user passed. The optimizer has split each of them in two.
+    Return the setting ``name``, such as ``"lr"``, of each parameter group that the user passed. The optimizer itself
+    has split each of these groups into one for Muon and one for AdamW.
     """
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
@@ -253,7 +254,7 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_muon(function: Callable) -> Callable:
-    """Limit ``function`` to engines with a MuonWithAuxAdam: for other engines, call the method that it replaces."""
+    """Return a function that calls ``function`` if an engine has a MuonWithAuxAdam, otherwise the original method."""
 
     @functools.wraps(function)
     def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -108,6 +108,7 @@ def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[
     """Yield sentences for the user on what a forecast assumes about a ds_config, or does not check.
 
     ``autos``: keys of ``optimizer.params`` whose value is "auto". ``defaults``: dotted paths of other such keys.
+    ``stock``: the ``DeepSpeedConfig`` of the ds_config.
     """
     texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
     texts += [f"{', '.join(defaults)} taken as DeepSpeed's defaults"] if defaults else []

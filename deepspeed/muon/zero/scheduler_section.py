@@ -194,8 +194,8 @@ def _schedule_target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, An
     """Return the object whose parameter groups the schedule sets: ``optimizer.given`` or ``optimizer`` itself.
 
     ``optimizer.given`` has the groups that the user passed. ``optimizer`` has split them into groups of Muon and AdamW.
-    The lists in ``params`` decide: each must have as many values as one of the two has groups. Otherwise raise
-    MuonConfigError.
+    If ``params`` has lists of learning rates, their length must be the number of groups of one of these two objects.
+    Otherwise raise MuonConfigError. Without lists, return ``optimizer.given``.
     """
     lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
     users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)

@@ -42,8 +42,8 @@ class Grid(NamedTuple):
 
     Attributes:
         group: the process group of all these ranks.
-        lines: for each tensor-parallel rank, the ranks that hold its shards, as indices within ``group``. For 2 times
-            2 ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
+        lines: for each rank of a tensor-parallel group, its data-parallel group, as indices within ``group``. For 2
+            times 2 ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
     """
 
     group: Any
@@ -78,7 +78,10 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return {tensor-parallel group: {global rank: index in the group's :class:`Grid`}} for all groups."""
+    """Return {tensor-parallel group: {global rank: index in the group's :class:`Grid`}} for all groups.
+
+    ``data``, ``tensor``: for each rank, the members of its data-parallel group, and of its tensor-parallel group.
+    """
     grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
     return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
 
@@ -86,7 +89,8 @@ def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, in
 def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
     """Return for each rank its data-parallel group as indices in its :class:`Grid`, such as ``range(0, 4, 2)``.
 
-    Return ``None`` if the ranks of any data-parallel group are not evenly spaced.
+    Return ``None`` if the ranks of any data-parallel group are not evenly spaced. ``data``, ``tensor``: for each rank,
+    the members of its data-parallel group, and of its tensor-parallel group. ``positions``: from :func:`_positions`.
     """
     lines = []
     for line, row in zip(data, tensor, strict=True):

@@ -211,13 +211,16 @@ def match(engine: Any, path: str, renames: Renames, title: str, load_states: boo
 
 
 def _may_change_rows(spec: MatrixSpec, saved: tuple[int, ...], folder: MatchedFolder) -> bool:
-    """Return whether the shapes differ at most in the number of rows, and AdamW updates the parameter in both runs."""
+    """Return whether shape ``saved`` fits except for the number of rows, and AdamW updates the weight in both runs."""
     is_adamw = not spec.use_muon and not folder.is_muon.get(spec.name, False)
     return is_adamw and len(saved) == len(spec.shape) >= 1 and saved[1:] == spec.shape[1:]
 
 
 def _outcome(spec: MatrixSpec, folder: MatchedFolder, import_momentum: str) -> tuple[str, str]:
-    """Return ("kept", "zero" or "first_moment", text for the log) for a trained parameter; see :class:`Match`."""
+    """Return (action, text for the log) for a trained parameter. The action is "kept", "zero" or "first_moment".
+
+    It says what becomes of the state (:class:`Match`). ``import_momentum``: the action after a move from AdamW to Muon.
+    """
     if spec.name not in folder.is_muon:
         return "zero", "state new, weight as saved" if spec.name in folder.shapes else "new, as the model was built"
     was_muon = folder.is_muon[spec.name]
@@ -357,7 +360,10 @@ def _check_schedule(engine: Any, arguments: Mapping[str, Any], files: ModelFiles
 
 
 def _load_at_stage_0(engine: Any, options: Mapping[str, Any], found: Match, load_states: bool) -> tuple[Any, Any]:
-    """Load a universal checkpoint at stage 0, which DeepSpeed cannot do; return (path, client_state)."""
+    """Load the universal checkpoint ``found`` at stage 0, which DeepSpeed cannot do; return (path, client_state).
+
+    ``options``: {name of an argument of ``load_checkpoint``: value}.
+    """
     folder, tag, *_ = options["load_dir"], options["tag"]
     rest = {key: value for key, value in options.items() if key not in ("engine", "self", "load_dir", "tag")}
     # DeepSpeed loads the counters and the schedule.

@@ -42,7 +42,7 @@ SEAMS = (
 
 
 def is_default_engine(checkpoint_engine: Any) -> bool:
-    """Return whether DeepSpeed's checkpoint engine is the default one, whose files ``save_checkpoint`` completes."""
+    """Return whether DeepSpeed's checkpoint engine is the default one, in whose place :class:`SafeFiles` can save."""
     return type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
 
 
@@ -139,7 +139,7 @@ class SafeFiles(CheckpointEngine):
         return raise_on_all_ranks(act, failure)
 
     def leave_to_deepspeed(self, folder: Path) -> None:
-        """Remove an older save's ``muon_save.json`` from ``folder`` and warn: another checkpoint engine saves there.
+        """Remove an older save's ``muon_save.json`` from ``folder``; warn that another checkpoint engine saves there.
 
         A collective.
         """
@@ -216,7 +216,7 @@ class SafeFiles(CheckpointEngine):
             self.error.filename = path
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
-        """Rename the temporary files of all ranks, write manifests and ``latest``, and return True; a collective."""
+        """Rename all ranks' temporary files, write manifests (checksums) and ``latest``, return True; a collective."""
         self._on_all_ranks(self._wait_for_disk)
         # Several ranks may write one file (experts under tensor parallelism): the lowest rank's version counts.
         mine = [file.relative_to(self.folder).as_posix() for file in self.files]
@@ -290,7 +290,7 @@ class SafeFiles(CheckpointEngine):
         manifest.finish(self.folder, self.engine.global_rank, self.facts["save_id"], self.placed)
 
     def _remove_older(self, files: set[Path]) -> None:
-        """Remove the files of earlier saves from the tag's folder, except ``files``: converters would read them."""
+        """Remove earlier saves' files from the tag's folder, where converters would read them; keep ``files``."""
         listed = {self.folder / manifest.manifest_name(rank) for rank in self.facts["ranks"]}
         others = {*self._states(), *self.folder.glob(manifest.MANIFESTS)} - files - listed
         for file in (*others, *self.folder.glob(f"*{durable.TEMPORARY}")):

@@ -102,7 +102,10 @@ class Saved:
         self.groups = groups
 
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Set ``self.steps`` to the first "step" in ``entries``, parameters' states, or to the engine's step count."""
+        """Set ``self.steps`` to the first value of the key "step" in ``entries``, the states of parameters.
+
+        If none has this key, take the engine's step count.
+        """
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))
 

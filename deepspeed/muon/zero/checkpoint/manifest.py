@@ -70,14 +70,14 @@ def _records(archive: zipfile.ZipFile) -> int:
 
 
 def belongs_to_save(file: Path, save_id: str) -> bool:
-    """Return whether a file of :func:`begin` or :func:`finish` belongs to the save ``save_id``; False if unreadable."""
+    """Return whether a file that :func:`begin` or :func:`finish` wrote is of save ``save_id``; False if unreadable."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(file.read_text())["save_id"] == save_id
     return False
 
 
 def forget(file: Path, save_id: str) -> bool:
-    """Remove a file of :func:`begin` or :func:`finish` if it belongs to the save ``save_id``; return whether it did."""
+    """Remove a file that :func:`begin` or :func:`finish` wrote, if it is of save ``save_id``; return whether it was."""
     with suppress(OSError):
         if belongs_to_save(file, save_id):
             file.unlink()

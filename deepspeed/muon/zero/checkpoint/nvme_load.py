@@ -90,7 +90,7 @@ def _complete_state(engine: Any, arguments: Mapping[str, Any], uses_nvme: bool) 
     """Return this rank's saved ZeRO state; ``None`` if DeepSpeed can load it by itself.
 
     Tensors that older versions saved as NVMe swap files are mapped from these files. Raise CheckpointError if the state
-    does not fit the engine.
+    does not fit the engine. ``uses_nvme``: whether the engine offloads to NVMe.
     """
     load_dir, tag = arguments["load_dir"], arguments["tag"]
     file = Path(engine._get_zero_ckpt_name(load_dir, tag))
@@ -174,7 +174,7 @@ def _restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any], lo
 
 
 def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings of parameter groups; return {flat tensor: {state key: saved state}} for the caller to copy."""
+    """Load the settings of parameter groups; return {flat weights: {state key: saved state}} for the caller to copy."""
     bound = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
     wrapper._set_fp32_optimizer_param_groups()
     try:

@@ -221,8 +221,8 @@ def _check_mapped(original: Callable, loader: Any) -> None:
 def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[str | None, str | None, bool]:
     """Check on all ranks what ``load_checkpoint(**arguments)`` would load; raise CheckpointError with all problems.
 
-    Return (tag, id of the save, whether the checkpoint needs a load by parameter names). The tag is ``None`` if no
-    checkpoint was found, the id if there is no :mod:`manifest`. ``may_change``: whether a load by names is allowed.
+    Return (tag or ``None`` if no checkpoint was found, id of the save or ``None`` without a :mod:`manifest`, whether
+    the checkpoint needs a load by parameter names). ``may_change``: whether a load by names is allowed.
     """
     found = gathered(_check_own_files(engine, arguments))
     ranks: dict[str, list[int]] = {}
@@ -260,8 +260,8 @@ def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
 def _check_own_files(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str], str | None]:
     """Check this rank's files of the checkpoint that ``load_checkpoint(**arguments)`` would load.
 
-    Return (tag, id of the save, a message for each damage, why the checkpoint does not fit the engine). The tag is
-    ``None`` if no checkpoint was found, the id if there is no :mod:`manifest`, the last item if the checkpoint fits.
+    Return (tag or ``None`` if no checkpoint was found, id of the save or ``None`` without a :mod:`manifest`, a message
+    for each damage, why the checkpoint does not fit the engine or ``None`` if it fits).
     """
     tag, header, damages, misfit = arguments["tag"], None, list[str](), None
     try:
@@ -310,9 +310,10 @@ def _latest(folder: Path, name: str = "latest") -> str | None:
 
 
 def _damages(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
-    """Return a message for each missing or damaged file of the checkpoint ``tag`` that this rank checks; [] if none is.
+    """Return a message for each missing or damaged file of checkpoint ``tag``, among the files that this rank checks.
 
-    A wrong number of pipeline stages or tensor-parallel ranks gives a message too.
+    ``header``: contents of ``muon_save.json``; ``None`` without this file. A wrong number of pipeline stages or
+    tensor-parallel ranks gives a message too.
     """
     folder = Path(arguments["load_dir"], tag)
     if not folder.is_dir():
@@ -328,7 +329,10 @@ def _damages(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str,
 
 
 def _misfit(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> str | None:
-    """Return why the checkpoint ``tag`` does not fit the engine, as an error message; ``None`` if it fits."""
+    """Return why the checkpoint ``tag`` does not fit the engine, as an error message; ``None`` if it fits.
+
+    ``header``: contents of ``muon_save.json``; ``None`` without this file.
+    """
     if header is not None:
         saved = header["structures"][compatibility.model_share(engine)[0]]
     else:

@@ -76,9 +76,9 @@ def share_autocast_scale(engine: Any) -> None:
 
 @contextmanager
 def keeping_scaler(wrapper: Any) -> Iterator[None]:
-    """Return a context for loading a checkpoint, which keeps the class of the wrapper's loss scaler.
+    """Return a context for loading a checkpoint: ignore a saved loss scaler of another class than the wrapper's.
 
-    A checkpoint of a run in another precision has a loss scaler of another class. This one is ignored.
+    A run in another precision saves such a scaler. The wrapper then keeps its own.
     """
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}

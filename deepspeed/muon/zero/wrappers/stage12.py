@@ -69,7 +69,7 @@ class Flat(Adapter):
 
     @contextmanager
     def _relinking(self) -> Iterator[None]:
-        """Return a context for loading or moving state: free scratch memory first, and call :meth:`link` at the end."""
+        """Return a context to load or move state: free the optimizer's scratch memory, call :meth:`link` at the end."""
         self.optimizer.workspace.clear()
         yield
         self.link()  # also while states are away: DeepSpeed's setters would ignore a value without a link
@@ -140,7 +140,7 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
-        """Return a context for a step: add gradients that DeepSpeed leaves out under CPU offload; zero all after it."""
+        """Return a context for a step: add gradients that CPU offload leaves out; at its end zero all gradients."""
         # DeepSpeed passes on only gradients of parameters that took part in the last micro-batch.
         wrapper = self.wrapper
         if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
@@ -163,7 +163,7 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_gradient_check(self) -> Iterator[None]:
-        """Return a context for a step: check before the step whether all gradients are finite. A collective."""
+        """Return a context for a step; first record whether the gradients are finite on all ranks. A collective."""
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
@@ -181,7 +181,7 @@ class Bf16(Flat):
     REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
 
     def partitions(self) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group, whose parameters are contiguous in the flat tensor."""
+        """Return a :class:`Partition` for each parameter group. Its flat tensor has no gaps between parameters."""
         wrapper, offsets = self.wrapper, []
         for params in wrapper.bf16_groups:
             ends = accumulate(param.numel() for param in params)
@@ -226,7 +226,7 @@ def _link_int8_momentum(optimizer: MuonWithAuxAdam, param: Any, part: slice, ten
 
 
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace ``get_flat_partition``, and hide ``use_muon`` from it, so that DeepSpeed does not run its own Muon."""
+    """Replace ``get_flat_partition``: hide the tensors' tag ``use_muon``, which makes DeepSpeed run its own Muon."""
     hidden = [(param, vars(param).pop(TAG)) for param in tensor_list if TAG in vars(param)]
     try:
         return get_flat_partition(tensor_list, *args, **kwargs)

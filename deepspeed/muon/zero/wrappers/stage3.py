@@ -78,7 +78,7 @@ class Stage3(Adapter):
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
-        """Return a context for a step: add gradients that DeepSpeed leaves out under offload; zero all after it."""
+        """Return a context for a step: add gradients that offload leaves out; at its end zero all gradients."""
         # DeepSpeed passes on only gradients of parameters that took part in the last micro-batch.
         wrapper = self.wrapper
         if wrapper.offload_optimizer:
