@@ -35,7 +35,13 @@ from deepspeed.muon.matrices.routing import route, shapes_of, tag_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.monitor.step_stats import StepStats
 from deepspeed.muon.numerics import fixed_numerics
-from deepspeed.muon.param_groups import check_decay_rates, check_options, split_groups, warn_of_odd_settings
+from deepspeed.muon.param_groups import (
+    check_decay_rates,
+    check_options,
+    split_groups,
+    warn_of_late_parameters,
+    warn_of_odd_settings,
+)
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
@@ -109,6 +115,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             layers = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
             #: Options without effect in this pipeline stage, and the error to raise if they have none in any stage.
             self.unused_options = check_options(model, self.specs.values(), self.config, layers)
+        #: The parameters that were frozen when the optimizer was built, by name; weak, so that a model can drop them.
+        self._frozen = weakref.WeakValueDictionary({n: p for n, p in model.named_parameters() if not p.requires_grad})
         #: How many matrices of each shape go to Newton-Schulz.
         self.shapes = shapes_of(self.specs.values())
         #: First tensor of a partition of Muon parameters -> the step of that partition.
@@ -303,6 +311,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def begin_step(self) -> None:
         """Prepare for a step. With QK-clip, exchange the largest attention logits between all ranks (a collective)."""
         self._is_skip_logged = False
+        if self.context.is_logging or self.stage:  # the parameters of other pipeline stages are unknown to rank 0
+            warn_of_late_parameters(self._frozen)
         if self.qk_clip:
             self.qk_clip.begin_step(is_logging=self.context.is_logging)
 

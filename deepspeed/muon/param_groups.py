@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,29 @@ def warn_of_odd_settings(groups: Iterable[Mapping[str, Any]]) -> None:
         logger.warning(
             "deepspeed-muon: unusual settings, probably mistakes (training continues with them): %s",
             "; ".join(dict.fromkeys(found)),
+        )
+
+
+#: The most names that a warning lists.
+MAX_LISTED = 3
+
+
+def warn_of_late_parameters(frozen: MutableMapping[str, nn.Parameter]) -> None:
+    """Warn of parameters that train only since the optimizer was built, and remove them from ``frozen``.
+
+    ``frozen``: {name: parameter} of those that were frozen when it was built.
+    """
+    late = [name for name, param in frozen.items() if param.requires_grad]
+    for name in late:
+        del frozen[name]
+    if late:
+        more = ", ..." if len(late) > MAX_LISTED else ""
+        logger.warning(
+            "deepspeed-muon: %d parameters (%s) were frozen when the optimizer was built and are trainable now; it "
+            "does not update them. Build the optimizer while they are trainable and freeze them afterwards; or save, "
+            'build it again, and load the checkpoint with "checkpoint": {"muon_changed_model": "match"}',
+            len(late),
+            ", ".join(late[:MAX_LISTED]) + more,
         )
 
 

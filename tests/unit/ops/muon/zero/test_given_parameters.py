@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
 from helpers.distributed import run
 from helpers.logs import logged
-from helpers.models import MODELS, Mlp, train_engine
+from helpers.models import MODELS, Mlp, full_weights, train_engine
 from helpers.training import PARAMS, ds_config, fp32_weights, make_engine
 
 Form = Callable[[Any], Any]
@@ -120,6 +120,30 @@ def test_a_part_of_the_model_trains(stage: int, part: str, count: int, freeze: b
     assert not others
     nothing = "AdamW updates all parameters; no matrix goes to Muon: 0-D or 1-D"
     assert ("Muon updates 1 matrices" if count else nothing) in line
+
+
+def train_thawed(stage: int) -> tuple[list[str], list[str]]:
+    """Thaw a matrix after the first of four steps; return what moved afterwards and the warnings about it."""
+    net = MODELS["mlp"]()
+    net.layers[0].requires_grad_(False)
+    engine = make_engine(net, ds_config(stage=stage), model_parameters=net.parameters())
+    with logged() as lines:
+        train_engine(engine, 1)
+        before = full_weights(net)
+        net.layers[0].weight.requires_grad_(True)
+        train_engine(engine, 3, first_step=1)
+    moved = [name for name, value in full_weights(net).items() if not torch.equal(before[name], value)]
+    engine.destroy()
+    return moved, [line for line in lines if "are trainable now" in line]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_warning_names_a_parameter_that_is_thawed_too_late(stage: int) -> None:
+    ranks = run(train_thawed, 2, stage=stage)
+    assert all(moved and "layers.0.weight" not in moved for moved, _ in ranks)
+    assert [len(lines) for _, lines in ranks] == [1, 0]
+    assert "1 parameters (layers.0.weight) were frozen when the optimizer was built" in ranks[0][1][0]
 
 
 def give_in_another_order(stage: int) -> tuple[str, str]:
