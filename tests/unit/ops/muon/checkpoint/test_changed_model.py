@@ -20,7 +20,7 @@ from helpers.engine_state import named_states
 from helpers.logs import logged
 from helpers.models import GLOBAL_BATCH, initialize_
 from helpers.oracles import adam_update, clipped, gradients_of, muon_update
-from helpers.training import ORACLE, ds_config, fp32_weights, make_engine, with_params
+from helpers.training import BF16_OPTIMIZER, ORACLE, ds_config, fp32_weights, make_engine, with_params
 
 MATCH = {"checkpoint": {"muon_changed_model": "match"}}
 RENAMES = {"checkpoint": {"muon_changed_model": {"rename": {r"^layers\.": "blocks."}}}}
@@ -136,17 +136,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], dict[str, An
 }
 
 
-@pytest.mark.sample(8)
-@pytest.mark.parametrize(("saved", "loaded"), [((1, 2), (2, 3)), ((3, 2), (3, 2)), ((0, 2), (1, 2)), ((2, 2), (0, 2))])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_both_models_have_goes_on(
-    change: str, saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
-) -> None:
-    before, after, new, settings = CHANGES[change]
-    (stage, world), (to_stage, to_world) = saved, loaded
-    old = run(save, world, folder=str(tmp_path), model=before, stage=stage)[0]
-    found = run(load, to_world, folder=str(tmp_path), model=after, stage=to_stage, **settings)[0]
-    old = {re.sub(r"^layers\.", f"{after.get('stem', 'layers')}.", name): value for name, value in old.items()}
+def check_loaded(
+    found: dict[str, Any], old: dict[str, Tensor], model: dict[str, Any], new: list[str]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Compare what was loaded with what was saved, bit for bit; return weights and states, and steps, by name."""
+    old = {re.sub(r"^layers\.", f"{model.get('stem', 'layers')}.", name): value for name, value in old.items()}
     state, steps = {}, {}
     for name, value in found["loaded"].items():
         parameter = name.rpartition(".")[0] if name.count("momentum_buffer") or "exp_avg" in name else name
@@ -158,11 +152,52 @@ def test_what_both_models_have_goes_on(
             expected.view(-1)[:count] = old[name].reshape(-1)[:count]
         assert value.equal(expected.view_as(value)), name
         state[name] = value
+    return state, steps
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(("saved", "loaded"), [((1, 2), (2, 3)), ((3, 2), (3, 2)), ((0, 2), (1, 2)), ((2, 2), (0, 2))])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_both_models_have_goes_on(
+    change: str, saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
+) -> None:
+    before, after, new, settings = CHANGES[change]
+    (stage, world), (to_stage, to_world) = saved, loaded
+    old = run(save, world, folder=str(tmp_path), model=before, stage=stage)[0]
+    found = run(load, to_world, folder=str(tmp_path), model=after, stage=to_stage, **settings)[0]
+    state, steps = check_loaded(found, old, after, new)
     assert found["scale"] == 1.5 and found["steps"] == 3
     for name, weight in continued(after, state, steps).items():
         if name in found["trained"]:
             change_of = (weight - state[name].double()).norm()
             assert (found["trained"][name].double() - weight).norm() <= 1e-4 * change_of + 1e-9, name
+
+
+#: (Settings that save, settings that load.)
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stage": 1}, {"stage": 3, "dtype": "bf16", "offload": True}),
+    ({"stage": 2, "dtype": "fp16"}, {"stage": 1, "dtype": "bf16"}),
+    ({"stage": 3, "dtype": "bf16", "offload": True}, {"stage": 2}),
+    (BF16_OPTIMIZER, {"stage": 2, "dtype": "fp16", "offload": True}),
+    ({"stage": 0}, {"stage": 2, "dtype": "bf16"}),
+    ({"stage": 2, "dtype": "bf16"}, {"stage": 0}),
+]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("change", ["a layer more", "more rows", "from Muon to AdamW"])
+@pytest.mark.parametrize(("saved", "loaded"), SETTINGS)
+def test_states_go_to_other_precisions_and_in_and_out_of_offload(
+    saved: dict[str, Any], loaded: dict[str, Any], change: str, tmp_path: Path
+) -> None:
+    before, after, new, settings = CHANGES[change]
+    old = run(save, 2, folder=str(tmp_path), model=before, **saved)[0]
+    found = run(load, 2, folder=str(tmp_path), model=after, **loaded, **settings)[0]
+    check_loaded(found, old, after, new)
+    assert found["steps"] == 3
+    assert all(
+        weight.isfinite().all() and not weight.equal(found["loaded"][name]) for name, weight in found["trained"].items()
+    )
 
 
 # ---- what the log says, and what is refused ---------------------------------------------------------------------
