@@ -211,7 +211,10 @@ def advance_codes_kernel(
 
 @triton.jit
 def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
-    """Return ``keep param``; with ``CAUTIOUS``, ``param`` where ``update`` has the opposite sign."""
+    """Apply weight decay: return ``keep * param``, where ``keep`` is 1 - rate * decay.
+
+    With ``CAUTIOUS``, elements of ``param`` and ``update`` with opposite signs are not decayed.
+    """
     if CAUTIOUS:
         opposed = ((update < 0) & (param > 0)) | ((update > 0) & (param < 0))
         return tl.where(opposed, param, param * keep)

@@ -402,7 +402,7 @@ def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return one copy in place of both: more equally spaced rows, or one longer row; ``None`` if impossible."""
+    """Return one :class:`GridCopy` that copies what ``first`` and ``second`` copy, in order; ``None`` if impossible."""
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):

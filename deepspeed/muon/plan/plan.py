@@ -160,7 +160,10 @@ class GlobalPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one rank: all buckets of ``of_all``, the plan of all ranks, as ``rank`` sees them."""
+    """What one rank does in a step: what it sends, receives and orthogonalizes in each bucket of ``of_all``.
+
+    ``of_all``: the plan that all ranks share, which says which rank owns which matrix.
+    """
 
     of_all: GlobalPlan
     rank: int

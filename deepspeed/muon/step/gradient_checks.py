@@ -69,8 +69,9 @@ class GradientProbe:
     def without_gradient(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
         """Return the names of the partition's matrices whose gradient is zero on all ranks.
 
-        ``tensors``: the tensors of the partition; a ``grad`` of ``None`` counts as zero. ``look``: the operation of the
-        plan. This is a collective, unless ``look.collectives`` is empty: then this rank's gradients are enough to tell.
+        ``tensors``: the tensors of the partition; a ``grad`` of ``None`` counts as zero. ``look``: this check's
+        operation in the plan of the step. A collective, unless ``look.collectives`` is empty: then this rank's
+        gradients are enough to tell.
         """
         present = self._local(tensors).to(self._exchange.device)
         if look.collectives:

@@ -154,7 +154,7 @@ def _import_stocks_muon() -> None:
 
 
 def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """Return the optimizer that the script's function ``build`` makes from ``model_parameters``, checked."""
+    """Build an optimizer with the script's function ``build``, and return it once :func:`_check_client` has passed."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)

@@ -105,9 +105,10 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:
-    """Yield sentences for the user on what a forecast assumes about a ds_config, or does not check.
+    """Yield sentences that tell the user what ``ds_muon plan`` assumes about a ds_config, or does not check.
 
-    ``autos``: keys of ``optimizer.params`` whose value is "auto". ``defaults``: dotted paths of other such keys.
+    ``autos``: keys of ``optimizer.params`` whose value is "auto". ``defaults``: keys of other sections whose value is
+    "auto", such as ``zero_optimization.reduce_bucket_size``.
     ``stock``: the ``DeepSpeedConfig`` of the ds_config.
     """
     texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
