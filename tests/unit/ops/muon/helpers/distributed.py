@@ -8,6 +8,7 @@ which has imported torch, DeepSpeed and the package, forks their ranks.
 import atexit
 import os
 import pickle
+import random
 import re
 import signal
 import socket
@@ -53,9 +54,12 @@ class RankError(AssertionError):
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port on which nothing listens, below those that Linux takes for outgoing connections, such as gloo's."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:

@@ -136,16 +136,6 @@ def train_with_norms(model: str, steps: int = 5, **config: Any) -> tuple[dict[st
     return weights, norms
 
 
-def train_around_a_checkpoint(engine: Any, folder: str, load: bool) -> None:
-    """Take three steps and save after the first; with `load`, load that save instead of the first step."""
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        train_engine(engine, 1)
-        engine.save_checkpoint(folder)
-    train_engine(engine, 2, first_step=1)
-
-
 class FixedGradient(nn.Linear):
     """A matrix whose gradient is exactly the argument of `forward`."""
 
