@@ -235,7 +235,8 @@ def raise_in_a_step(stage: int, rank: int) -> None:
 
 @pytest.mark.parametrize(("stage", "rank"), [(3, 1), pytest.param(1, 0, marks=pytest.mark.full)])
 def test_an_exception_in_a_step_ends_the_others_with_its_words(stage: int, rank: int) -> None:
-    text = rf"ended with code 1(.|\n)*another rank failed: rank {rank}: TypeError: a matrix of one"
+    ended = r"ended with code 1(.|\n)*another rank failed; fix the cause of that rank's error: "
+    text = rf"{ended}rank {rank}: TypeError: a matrix of one"
     with pytest.raises(RankError, match=text):
         run(raise_in_a_step, 2, fresh=True, timeout=40, stage=stage, rank=rank)
 
