@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logger ``deepspeed.muon``: level INFO; writes to stderr unless the application has configured logging."""
+"""The logger ``deepspeed.muon``: level INFO, to stderr unless the application configures logging; lists in texts."""
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 #: :func:`log_if_slow` logs what takes at least this many seconds.
@@ -27,3 +27,8 @@ def log_if_slow(what: str, is_logging_rank: bool) -> Iterator[None]:
     yield
     if (took := time.perf_counter() - began) >= SLOW and is_logging_rank:
         logger.info("deepspeed-muon: %s took %.1f s", what, took)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first ``most`` names as a text, separated by commas, with "..." at the end if there are more."""
+    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])

@@ -14,7 +14,7 @@ from deepspeed.muon.config.messages import ADVICE, PEERS, nearest
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, is_harmless
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.log import logger
+from deepspeed.muon.log import listed, logger
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.matrices.routing import is_lora, shapes
 from deepspeed.muon.matrices.splitting import MatrixSpec, first_match
@@ -181,13 +181,12 @@ def warn_of_late_parameters(frozen: MutableMapping[str, nn.Parameter]) -> None:
     for name in late:
         del frozen[name]
     if late:
-        more = ", ..." if len(late) > MAX_LISTED else ""
         logger.warning(
             "deepspeed-muon: %d parameters (%s) were frozen when the optimizer was built and are trainable now; it "
             "does not update them. Build the optimizer while they are trainable and freeze them afterwards; or save, "
             'build it again, and load the checkpoint with "checkpoint": {"muon_changed_model": "match"}',
             len(late),
-            ", ".join(late[:MAX_LISTED]) + more,
+            listed(late, MAX_LISTED),
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.log import logger
+from deepspeed.muon.log import listed, logger
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -71,7 +71,7 @@ def plan_import(specs: Iterable[MatrixSpec], source: Source, choice: str | None)
         else:
             refused[texts[was_muon]].append(spec.name)
     if refused:
-        problems = [f"{text}: {', '.join(n[:8])}{', ...' if len(n) > 8 else ''}" for text, n in refused.items()]
+        problems = [f"{text}: {listed(names, 8)}" for text, names in refused.items()]
         raise ImportStateError(
             f"cannot import {source.title}: {'; '.join(problems)}. Assign parameters as in the other run, with "
             'muon_include and muon_exclude, or start the state of those that changed at zero: "import_momentum": "zero"'

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.errors import CheckpointError, MuonConfigError
-from deepspeed.muon.log import logger
+from deepspeed.muon.log import listed, logger
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.seam import replaced
 from deepspeed.muon.state_import import Actions, Source
@@ -392,12 +392,8 @@ def _write_untrained(engine: Any, folder: MatchedFolder) -> None:
             buffer.copy_(folder.read(name, WEIGHT).reshape(buffer.shape))
 
 
-def _log(saved: Path, outcomes: Mapping[str, Iterable[str]]) -> None:
-    lines = []
-    for text, names in outcomes.items():
-        listed = list(names)
-        more = ", ..." if len(listed) > MAX_LISTED else ""
-        lines.append(f"  {len(listed)}: {text} ({', '.join(listed[:MAX_LISTED])}{more})")
+def _log(saved: Path, outcomes: Mapping[str, Sequence[str]]) -> None:
+    lines = [f"  {len(names)}: {text} ({listed(names, MAX_LISTED)})" for text, names in outcomes.items()]
     logger.info(
         "deepspeed-muon: %s was loaded by parameter names, with the learning rates and other settings of this run's "
         "config. Parameters:\n%s",
