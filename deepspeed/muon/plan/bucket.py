@@ -87,7 +87,8 @@ class ShardRun(NamedTuple):
         matrix: name of the whole matrix.
         tensor: index of the tensor that contains the elements, among those that one call of ``step`` updates.
         copy: the copy from that tensor to the buffer.
-        in_place: whether the elements skip the send buffer. Only elements of a matrix that this rank owns can.
+        in_place: whether the elements skip the send buffer. Only elements of a matrix that this rank owns can, if they
+            are contiguous in it.
         shape: (rows, columns) of the whole matrix.
         draws: (name of a sequence of random numbers for stochastic rounding, index of the run's first number in it).
     """
@@ -160,7 +161,7 @@ class Bucket:
     travels: bool
     #: Names of all matrices in the bucket, whoever owns them.
     names: tuple[str, ...]
-    #: Whether the owners only send results to all ranks. ``send_counts`` has then, for each other owner, the elements
+    #: Whether the owners only send results to all ranks. ``send_counts`` then has, for each other owner, the elements
     #: that it sends.
     only_results: bool = False
     #: With ``only_results``: elements that this rank sends to all others, from the matrices of an earlier bucket.
@@ -170,8 +171,8 @@ class Bucket:
     def direct_receive_start(self) -> int | None:
         """Return the index in the bucket's matrices at which the all-to-all can write what arrives, without a buffer.
 
-        ``None`` if the bucket needs a receive buffer, because elements arrive in another order than that of the
-        matrices.
+        ``None`` if the bucket needs a receive buffer, because what arrives is in another order than in the matrices, or
+        is not contiguous there.
         """
         first = self.received[0].start if self.received else 0
         is_direct = all(
@@ -219,9 +220,10 @@ class Bucket:
     def spans(self, runs: Iterable[int], staged: bool) -> list[Span]:
         """Return the elements of one group of runs (see :meth:`run_groups`) as :class:`Span` objects.
 
-        Adjacent runs share a span of at most :data:`MAX_SPAN` elements. The list is empty if the group is a run of
-        spaced rows. ``runs``: the group's indices into ``Bucket.runs``. ``staged``: whether ``Span.at`` is an index in
-        the bucket's host memory (CPU offload); otherwise it is one in the bucket's matrices or send buffer.
+        Adjacent runs share a span of at most :data:`MAX_SPAN` elements; a single run may be longer. The list is empty
+        if the group is a run of spaced rows. ``runs``: the group's indices into ``Bucket.runs``. ``staged``: whether
+        ``Span.at`` is an index in the bucket's host memory (CPU offload); otherwise it is one in the bucket's matrices
+        or send buffer.
         """
         copies = [(index, self.runs[index].copy) for index in runs]
         if any(copy.rows > 1 for _, copy in copies):
@@ -245,7 +247,7 @@ class Bucket:
 
 
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
-    """Return one bucket as ``rank`` sees it, if each rank holds a shard of the matrices (ZeRO stages 1 to 3).
+    """Return one bucket as ``rank`` sees it, if each rank holds a shard of the matrices, or a single rank all of them.
 
     ``items``: all (owner, matrix or slice) pairs of the bucket, whoever the owner is.
     """
@@ -402,7 +404,10 @@ def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
 
 
 def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return one :class:`GridCopy` that copies what ``first`` and ``second`` copy, in order; ``None`` if impossible."""
+    """Return one :class:`GridCopy` that copies what ``first`` and ``second`` copy; ``None`` if impossible.
+
+    ``second`` must follow ``first`` in the receive buffer.
+    """
     pitch = first.pitch if first.rows > 1 else second.start - first.start
     follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
     if follows and (second.rows == 1 or second.pitch == pitch):

@@ -63,7 +63,7 @@ def lost_elements(views: Sequence[Plan]) -> str | None:
 
 
 def conflict(calls: Sequence[Sequence[Collective]]) -> str | None:
-    """Return a text that says where the ranks' collectives would hang or differ; ``None`` if they would not.
+    """Return a text that says where the ranks' collectives differ, or cannot merge into one order; ``None`` if neither.
 
     ``calls``: for each rank, all collectives that it calls, in order.
     """

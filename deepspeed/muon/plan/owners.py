@@ -61,7 +61,7 @@ def count_ranks_per_node(nodes: Sequence[Any]) -> int:
 
 
 def is_sliceable(block: Block, count: int) -> bool:
-    """Return whether ``count`` ranks can own one matrix together; ``count`` must divide its rows and its columns.
+    """Return whether ``count`` ranks can own one matrix together: ``count`` must divide its rows and its columns.
 
     A matrix with more rows than columns is cut by rows. It must then have one band: its rows must be equally spaced in
     the parameter (see :class:`deepspeed.muon.matrices.block.Block`).
@@ -100,7 +100,8 @@ def choose_owner_counts(
         world_size: number of ranks that share these matrices.
         cost: the cost model of the parameter group.
         saved_counts: :func:`deepspeed.muon.math.choice.shape_key` of a matrix -> number of owners read from a
-            checkpoint, which takes precedence. A number that is not possible with ``world_size`` ranks is ignored.
+            checkpoint, which is kept unless ``most`` is set. A number that is not possible with ``world_size`` ranks is
+            ignored.
         most: if not ``None``, the number of owners of each matrix that can be sliced, rounded down to a possible one.
     """
     if world_size == 1 or most == 1:
@@ -163,7 +164,7 @@ def assign_owners(
     Matrices with several owners come first: each goes to the consecutive ranks that would finish it first. The others
     follow in descending order of cost (longest processing time first, Graham 1969). Each goes to the rank that would
     finish it first, among those that hold a part of it. Its cost includes receiving the elements that the rank lacks.
-    At the end, some matrices move from the busiest rank to the least loaded rank.
+    At the end, some of these matrices move from the busiest rank to the least loaded rank.
 
     ``counts``: for each matrix, its number of owners.
 
@@ -230,7 +231,7 @@ def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]
 
 
 class _Loads:
-    """The load of each rank, in floating-point operations, and the matrices that each rank owns."""
+    """The load of each rank, in floating-point operations, and the matrices that each rank owns alone."""
 
     def __init__(self, world_size: int) -> None:
         self.values = [0.0] * world_size

@@ -151,7 +151,7 @@ class GlobalPlan:
         return [2 * of_results + next(turns[of_results]) % 2 for _, of_results in self.buckets]
 
     def view(self, rank: int) -> Plan:
-        """Return the buckets of the plan as ``rank`` sees them."""
+        """Return the :class:`Plan` of ``rank``: the buckets as it sees them."""
         if self.copies == 1:
             return Plan(self, rank, tuple(bucket_of(owned, rank, self.world_size) for owned in self.rounds))
         pairs = self.buckets
@@ -198,7 +198,8 @@ def plan_partition(
     """Plan a parameter group (or sub-group of ZeRO stage 3) for all ranks; choose how many owners each matrix has.
 
     At stage 0, if sharing the work is not faster, return a plan for a single rank: every rank carries it out for all
-    matrices, without communication. This never happens if a checkpoint or ``most_owners`` asks for several owners.
+    matrices, without communication. This never happens if a matrix has several owners because of a checkpoint or
+    ``most_owners``.
 
     Args:
         shards, world_size, cost, bucket_bytes: see :func:`global_plan`.

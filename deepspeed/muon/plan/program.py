@@ -44,9 +44,11 @@ class Collective:
         kind: name of the collective, such as ``all_reduce``.
         group: the ranks that call the collective.
         dtype: dtype of the elements, such as ``fp32``.
-        numel: number of elements that each rank contributes, or that the root sends; 0 in an all-to-all.
+        numel: number of elements that each rank contributes, or that the root sends to each; equal on all ranks. 0 if
+            the sizes are in ``sent`` and ``received``.
         root: index in the group of the rank that sends to, or receives from, all others; ``None`` without such a rank.
-        sent, received: in an all-to-all, elements sent to and received from each rank of the group; otherwise empty.
+        sent, received: elements sent to and received from each rank of the group, if they may differ, as in an
+            all-to-all; otherwise empty.
         caller: the line of code that makes the call; empty if unknown.
     """
 
