@@ -35,7 +35,8 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
     ``section``: the parsed configuration. ``path``: the file it was read from, for error messages.
 
     Raises:
-        SettingsError: the configuration does not use DeepSpeed, has a wrong value, or names a ds_config file.
+        SettingsError: the configuration does not use DeepSpeed, names a ds_config file, or has an unknown
+            ``mixed_precision``, or a ``zero_stage`` or ``gradient_accumulation_steps`` that is not a number.
     """
     kind = str(section.get("distributed_type", "DEEPSPEED")).upper()
     fields = section.get("deepspeed_config") or {}

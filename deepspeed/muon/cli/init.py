@@ -45,7 +45,7 @@ NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows wh
 
 
 class Decision(NamedTuple):
-    """One change that ``ds_muon init`` made to the ds_config, in words: which key, what was done to it, and why."""
+    """What ``ds_muon init`` changed or kept in a ds_config, in words: which key, what was done to it, and why."""
 
     key: str
     what: str
@@ -56,7 +56,8 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon.
 
     The file may also be accelerate's own configuration. A ds_config without a section ``optimizer`` is treated as if it
-    had AdamW's default settings. If any value in it is ``"auto"``, the learning rate and weight decay of Muon are, too.
+    had the defaults of torch's AdamW, with the rate of its schedule if that sets one. If any value in such a ds_config
+    is ``"auto"``, its new ``lr`` and ``weight_decay`` are, too, for Hugging Face's Trainer or accelerate to fill in.
 
     ``out``: name of the file in which the user will save the new ds_config.
 
@@ -226,7 +227,7 @@ def as_written(config: Mapping[str, Any], path: str) -> str:
 
 
 def _spelt(value: Any, written: Any) -> Any:
-    """Return the JSON ``value`` with numbers replaced by strings that spell them as the user's file does.
+    """Return the JSON ``value`` with unchanged floats replaced by strings that spell them as the user's file does.
 
     ``written``: the JSON of that file, with :data:`_MARK` and the spelling as a string in place of each float.
     """

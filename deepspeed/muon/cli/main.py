@@ -197,6 +197,7 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
     """Time the computation of a step on this machine, and return the object ``measured`` of ``ds_muon plan --json``.
 
     ``found``: the planned step. ``candidates``: the dtypes and methods of Newton-Schulz to choose from, and the device.
+    Raise SettingsError if the device is a GPU, but torch sees none.
     """
     device = candidates.device
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -64,7 +64,7 @@ def environment() -> dict[str, Any]:
 def _rates(device_type: str) -> dict[str, float]:
     """Time the matrix products of Newton-Schulz. Return {dtype: TFLOP/s with the fastest kernels}.
 
-    Dtypes that are much slower than others are left out.
+    Dtypes that fail or are much slower than others are left out. A symmetric product counts as a full product.
     """
     unavailable = selection.unavailable_kernels("auto", [device_type])
     tables = selection.product_tables(unavailable, device_type)

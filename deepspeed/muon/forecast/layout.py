@@ -80,8 +80,10 @@ class GroupSpec:
 def group_specs(model: nn.Module, config: MuonConfig) -> list[GroupSpec]:
     """Return the Muon groups and the AdamW groups of an optimizer for all trainable parameters of ``model``.
 
+    ``model`` may be on the meta device.
+
     Raises:
-        MuonConfigError: a pattern of the config matches no parameter.
+        MuonConfigError: ``config`` does not fit ``model``; for example, a pattern matches no parameter.
         ValueError: a parameter that Muon cannot update has the tag ``use_muon``.
     """
     specs = route(model, config)
@@ -201,9 +203,10 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What Muon's update of one :class:`StepPart` costs per step. Lists have one number for each rank.
+    """What Muon's update of one :class:`StepPart` costs per step.
 
-    An owner is a rank that orthogonalizes a matrix. Owners work on one bucket of matrices after the other.
+    Lists have one number for each of ``part.world_size`` ranks, if not stated otherwise. An owner is a rank that
+    orthogonalizes a matrix. Owners work on one bucket of matrices after the other.
 
     Args:
         plan: the part's plan for all ranks.

@@ -145,9 +145,10 @@ class _ShapeTimer:
         return rates
 
     def _affordable(self, shape: Shape, seconds: float) -> tuple[tuple[int, int], int]:
-        """Return ((rows, columns), batch size) to time for ``shape``, so that the timing takes at most ``seconds``.
+        """Return ((rows, columns), batch size) to time for ``shape``, predicted to take at most ``seconds``.
 
-        If ``shape`` would take too long, rows and columns are divided by the same power of two. The batch may be 0.
+        If ``shape`` would take too long, rows and columns are divided by the same power of two. The batch size may be
+        less than 1 if even that takes too long.
         """
         rows, cols, method = shape
         halvings = max(0, math.ceil(math.log2(min(rows, cols) / SMALL)))

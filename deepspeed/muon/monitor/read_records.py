@@ -62,7 +62,8 @@ def _natural_sort_key(name: str) -> list[str | int]:
 def read(folder: Path) -> Records:
     """Read the monitor's records in a folder, from its CSV files or, if it has none, from TensorBoard's events.
 
-    Raise RecordsError if the folder does not exist or has no records.
+    Raise RecordsError if the folder does not exist or has no records, or if the package tensorboard is needed but not
+    installed.
     """
     if not folder.is_dir():
         raise RecordsError(f"{folder} is not a folder; {_suggestion(folder)}")

@@ -217,7 +217,7 @@ def sizes_of_update(weight: Tensor, update: Tensor, cautious: bool) -> Iterator[
     The four are: number of elements, norm of the weights, norm of the update, number of elements that decay.
 
     ``weight``: weights before the update, 1-D. ``update``: orthogonalized update before scaling, 1-D, of any floating
-    dtype. ``cautious``: whether to count the elements to which cautious weight decay applies, instead of 0.
+    dtype. ``cautious``: whether to count the elements to which cautious weight decay applies; if not, 0.
     """
     for part in chunks(weight):
         w, u = weight[part], update[part]

@@ -71,7 +71,7 @@ class Visible:
         return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
 
     def seen_by(self, queries: Tensor, keys: int) -> Tensor | None:
-        """Return which of the first ``keys`` keys the queries see; ``None`` if each of them sees all these keys.
+        """Return which of the first ``keys`` keys the queries see; ``None``, all of them, if there is no condition.
 
         ``queries``: indices of the queries, int64, 1-D. The result is a bool mask, True for a key that is seen. It can
         be broadcast to ``[batch, heads, queries, keys]``.
@@ -160,7 +160,7 @@ class Factors(NamedTuple):
         query: for each query head, the factor of its query weights.
         key: for each key head, the factor of its key weights.
         rotary: for each query head of latent attention, the factor of the rotary part of its query weights. The key for
-            this part is common to all heads and not scaled, so this factor alone scales the logit.
+            this part is common to all heads and not scaled, so this factor alone scales their product.
     """
 
     query: list[float]

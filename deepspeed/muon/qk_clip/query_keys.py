@@ -74,7 +74,7 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
 
     Raises:
         MuonConfigError: QK-clip cannot act on one of these modules: its heads are unknown, scaling its weights would
-            not scale its logits, or it shares weights with another module.
+            not scale its logits, some of its queries or keys are frozen, or it shares weights with another module.
     """
     trained = {param for param in model.parameters() if param.requires_grad} if trained is None else set(trained)
     found: dict[nn.Module, Attention] = {}
