@@ -67,8 +67,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or parameter groups, which may have settings of their own
-            (:data:`deepspeed.muon.config.types.GROUP_KEYS`). The optimizer splits each group into two with the same
-            settings, its "halves": a Muon group and an AdamW group.
+            (:data:`deepspeed.muon.config.types.GROUP_KEYS`). The optimizer splits each group into two, its
+            "halves": a Muon group and an AdamW group. A group's settings apply to both.
         model: the model that has the parameters. Its modules decide which parameters go to Muon, see
             :func:`deepspeed.muon.matrices.routing.route`. A user may decide for a parameter by setting
             ``param.use_muon``; the constructor sets it for all others.
@@ -76,9 +76,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     The tensors in ``param_groups`` are parameters or, under ZeRO, this rank's flat shards of several parameters. Each
     has the state ``step`` and ``momentum_buffer`` (Muon), or ``step``, ``exp_avg`` and ``exp_avg_sq`` (AdamW). Buffers
-    have the tensor's shape and dtype (fp32 under ZeRO); ``momentum_dtype`` may set bf16 or int8 for the momentum. Each
-    rank keeps NorMuon's second moments of the matrices that it orthogonalizes; :meth:`whole_state` collects those of
-    all ranks for ``state_dict``.
+    have the tensor's shape and dtype (fp32 under ZeRO); ``momentum_dtype`` may set bf16 or int8 for the momentum. int8
+    is stored as ``momentum_codes`` and ``momentum_absmax``. Each rank keeps NorMuon's second moments of the matrices
+    that it orthogonalizes; :meth:`whole_state` collects those of all ranks for ``state_dict``.
 
     Raises:
         MuonConfigError: a wrong key or value, an option without effect, or no matrix of the model goes to Muon.
@@ -276,7 +276,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def owner_sets(self) -> set[tuple[int, ...]]:
         """Return sets of ranks that orthogonalize one matrix together and need a process group, such as ``{(0, 1)}``.
 
-        Sets without this rank are left out, and so is the set of all ranks, which already has a process group.
+        Sets without this rank are left out, and so is the set of all ranks of a partition, which has a process group.
         """
         return {
             owner_ranks(step.partition.group, size)
@@ -292,7 +292,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return self._binding[2]
 
     def digest(self) -> str:
-        """Return a hash of a step's collectives and arithmetic; all ranks need the same. Valid after :meth:`bind`."""
+        """Return a hash of a step's collectives and arithmetic; valid after :meth:`bind`.
+
+        Ranks that train the same parameters must have equal hashes.
+        """
         return short_hash("".join(step.digest for step in self._steps.values()))
 
     @property
@@ -309,7 +312,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Prepare for a step. With QK-clip, exchange the largest attention logits between all ranks (a collective)."""
+        """Prepare for a step.
+
+        With QK-clip, a collective: exchange the largest attention logits with the ranks that train the same layers.
+        """
         self._is_skip_logged = False
         if self.context.is_logging or self.stage:  # the parameters of other pipeline stages are unknown to rank 0
             warn_of_late_parameters(self._frozen)
@@ -369,7 +375,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def host_zeros(numel: int) -> Tensor:
         """Return fp32 zeros ``[numel]`` on the CPU, into which ``state_dict`` decodes an int8 momentum.
 
-        While a DeepSpeed engine saves a checkpoint, a function that returns a memory-mapped file replaces this one.
+        While a DeepSpeed engine saves a checkpoint, a function that maps the tensor from a file replaces this one.
         """
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
 
@@ -392,8 +398,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def write_state(self, tensor: Tensor, key: str, values: Tensor, start: int = 0) -> None:
         """Write ``values``, of any shape and floating dtype, to a tensor's state ``key`` from element ``start`` on.
 
-        Values are rounded to nearest. With an int8 momentum, ``values`` may not begin or end inside of a parameter;
-        under ZeRO, a tensor contains several.
+        Values are rounded to nearest. With an int8 momentum, ``values`` must contain all or none of the elements that
+        ``tensor`` holds of each parameter; under ZeRO, a tensor holds several parameters.
         """
         state, values = self.state[tensor], values.reshape(-1)
         if key == MOMENTUM and CODES in state:

@@ -41,8 +41,8 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
     """Split each of the user's parameter groups into "halves": a Muon group and an AdamW group of the optimizer.
 
     Each half stores as ``lr_ratio`` its learning rate divided by the user group's. Frozen parameters and empty halves
-    are left out. Experts of different expert-parallel process groups get separate halves, with ``moe`` true and the
-    process group's name as ``name``, as ZeRO requires.
+    are left out. The experts of each expert-parallel process group get halves of their own, with ``moe`` true and
+    the process group's name as ``name``, as ZeRO requires.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or dicts with ``params`` and settings that override the
@@ -173,7 +173,7 @@ MAX_LISTED = 3
 
 
 def warn_of_late_parameters(frozen: MutableMapping[str, nn.Parameter]) -> None:
-    """Warn of parameters that train only since the optimizer was built, and remove them from ``frozen``.
+    """Warn of parameters that became trainable after the optimizer was built, and remove them from ``frozen``.
 
     ``frozen``: {name: parameter} of those that were frozen when it was built.
     """
@@ -212,7 +212,8 @@ def check_options(
 ) -> dict[str, str]:
     """Raise MuonConfigError if an option does not fit this model or has no effect, or if no matrix goes to Muon.
 
-    ``layers``: the attention layers on which QK-clip acts; ``None`` without QK-clip.
+    :func:`no_matrix_error` says when the latter is allowed. ``layers``: the attention layers on which QK-clip acts;
+    ``None`` without QK-clip.
 
     Return an empty dict for a whole model. For a pipeline stage, return {option without effect: error message}; the
     caller raises the error if the option is without effect in all stages.
@@ -254,8 +255,8 @@ def check_options(
 def check_patterns(model: nn.Module, config: MuonConfig) -> None:
     """Raise MuonConfigError if a pattern of ``muon_include``, ``muon_exclude`` or ``muon_split`` matches nothing.
 
-    ``muon_include`` and ``muon_split`` match only matrices. Do nothing for a pipeline stage, because the pattern may
-    match in another stage.
+    Frozen parameters do not count; ``muon_include`` and ``muon_split`` match only matrices. Do nothing for a pipeline
+    stage, because the pattern may match in another stage.
     """
     _refuse(_unmatched(model, config), model)
 
@@ -288,9 +289,9 @@ MAX_REASONS = 4
 def no_matrix_error(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     """Return the error message if no parameter goes to Muon and that is probably a mistake; otherwise ``None``.
 
-    It is not a mistake if the model has no matrices, if the user sent all of them to AdamW (``muon_exclude``,
-    ``use_muon = False``), or if the model has frozen matrices (``is_part``). It is a mistake if only low-rank
-    adapters are trained, because ``muon_lora`` can send them to Muon.
+    It is not a mistake if no matrix is trained, if the user sent all of them, or any that the rules send to Muon, to
+    AdamW (``muon_exclude``, ``use_muon = False``), or if the model has frozen matrices (``is_part``). It is a mistake
+    if no parameter is trained, or if low-rank adapters are, because ``muon_lora`` can send them to Muon.
     """
     if not specs:
         return (

@@ -99,7 +99,7 @@ def check_replicas_agree(optimizer: Any, replicas: Any) -> None:
 
 
 def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
-    """Raise RuntimeError on all ranks of ``group`` if the texts ``facts`` differ between them; a collective."""
+    """Raise RuntimeError on all ranks of ``group`` if the texts ``facts`` differ; a collective on ``device``."""
     parts = torch.tensor(list(hashlib.sha256("".join(facts).encode()).digest()), dtype=torch.int32, device=device)
     highest, lowest = all_maxima(torch.stack([parts, -parts]), group)
     if not torch.equal(highest, -lowest):

@@ -107,7 +107,7 @@ class SavedForm:
         """Return a copy of the state dict ``saved`` that torch can load. Torch calls this before ``load_state_dict``.
 
         Each momentum becomes an :class:`UncastMomentum` under the key ``momentum_buffer``. Under DeepSpeed, raise
-        ValueError if Muon updated other parameters in the saved run.
+        ValueError if the saved groups do not fit this run; see :func:`check_groups`.
         """
         state, groups = dict(saved["state"]), [dict(group) for group in saved["param_groups"]]
         if self.is_convertible:
@@ -258,8 +258,8 @@ def routing_difference(
 ) -> str | None:
     """Return an error message if saved parameter groups do not fit this run; otherwise ``None``.
 
-    They do not fit if another optimizer saved them, if Muon updated other parameters, or if Newton-Schulz used a dtype
-    or method that this version does not know. ``folder``, ``stages``: see :func:`conversion`.
+    They do not fit if another optimizer saved them, if Muon updated other parameters or groups, or if Newton-Schulz
+    used a dtype or method that this version does not know. ``folder``, ``stages``: see :func:`conversion`.
     """
     saved, current = group_kinds(groups), group_kinds(optimizer.param_groups)
     theirs = {name for group in groups for name in group.get("matrices", ())}
@@ -290,8 +290,9 @@ def routing_difference(
 def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group after a load: those in ``saved``, as with torch's optimizers.
 
-    Only ``lr_ratio``, ``name`` and ``moe`` stay as in ``current``, the group before the load. Warn about settings that
-    differ, except learning rates, which schedules change, and choices of the saved run, such as ``ns_choice``.
+    ``lr_ratio``, ``name``, ``moe`` and keys that ``saved`` lacks stay as in ``current``, the group before the load. The
+    key ``params`` is left out. Warn about settings that differ, except learning rates, which schedules change, and
+    choices of the saved run, such as ``ns_choice``.
     """
     # Not the config's rates: a rate that the script has lowered by hand would jump back on every resume.
     if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):
@@ -313,7 +314,8 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
             change = f"{key} = {value} from the checkpoint; the config has {current[key]}"
             logger.warning(
                 "deepspeed-muon: checkpoint and config differ in a setting of parameter group %s, which continues with "
-                "%s; to use the config's value, set it in engine.optimizer.param_groups after load_checkpoint",
+                "%s; to use the config's value, set it in engine.optimizer.param_groups after load_checkpoint "
+                "(ns_method and adjust_lr_fn cannot change then)",
                 current.get("name"),
                 change,
             )

@@ -24,9 +24,9 @@ HALF_OF = {"betas": False, "momentum": True}
 class UserGroup(UserDict):
     """A parameter group that the user passed, as a view of the Muon and AdamW halves into which the optimizer split it.
 
-    Reading ``lr`` or ``initial_lr`` returns a half's value divided by the half's ``lr_ratio``; writing sets both
-    halves. ``betas`` are the AdamW half's, ``momentum`` is the Muon half's. Other keys that a scheduler writes stay in
-    this object.
+    Reading ``lr`` or ``initial_lr`` returns a half's value divided by the half's ``lr_ratio``; writing sets each half's
+    to the value times its ``lr_ratio``. ``betas`` are the AdamW half's, ``momentum`` is the Muon half's. Other keys
+    that a scheduler writes stay in this object.
 
     ``indices``: the halves' indices in ``optimizer.param_groups``. ``lr``, ``betas``: returned if no half has this key.
     """

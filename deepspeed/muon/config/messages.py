@@ -160,7 +160,10 @@ def _wrong_value(item: Mapping[str, Any], value: Any, field: FieldInfo, inner: S
 
 
 def _of_string(value: str, values: str) -> str:
-    """Return advice if ``value`` is a flag or number in quotes; otherwise "". ``values``: text about allowed values."""
+    """Return advice if ``value`` is a flag in quotes, or a number that does not match :data:`DECIMAL`; otherwise "".
+
+    ``values``: text that names the allowed values.
+    """
     if value.lower() in ("true", "false") and values == "true or false":
         return f"write {value.lower()} without quotes"
     is_number = re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", re.sub(r"[\s_]", "", value.lower()))

@@ -94,7 +94,7 @@ _SUPERSEDED = REPLACES | {
 def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``params`` with the preset's values for other keys. Keys that ``params`` overrides are not added.
 
-    For example, ``lr`` in ``params`` overrides the preset's ``muon_lr``.
+    For example, ``lr`` in ``params`` overrides the preset's ``muon_lr``. A null in ``params`` overrides, too.
     """
     name = params.get("preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None

@@ -309,9 +309,10 @@ def parse(
     """Check ``optimizer.params``, fill in the values of its preset, and return the config.
 
     Args:
-        params: {key: value}. Keys set to null, and AdamW's keys without effect (:func:`is_harmless`), are ignored.
+        params: {key: value}. Keys set to null and AdamW's keys without effect (:func:`types.is_harmless`) are ignored.
         where: prefix of keys in error messages.
-        base: the config's own settings, if ``params`` are the overrides of one parameter group.
+        base: the config's own settings, if ``params`` are the overrides of one parameter group. ``params`` may then
+            have only keys in :data:`GROUP_KEYS`.
 
     Raises:
         MuonConfigError: lists each wrong key, its value and what is allowed; for an unknown key, the most similar one.
