@@ -22,12 +22,14 @@ class BucketBuffers:
 
     Args:
         index, count: the bucket's index in the plan, and the number of buckets.
-        matrices: the bucket's matrices that this rank owns, which means that it orthogonalizes them.
-        outbox: the send buffer: runs of matrices that other ranks own. The result of a run returns to the same place.
-        inbox: the receive buffer: what other ranks send of this rank's matrices. It is a view of ``matrices`` if the
-            elements arrive in the right order.
+        matrices: the bucket's matrices that this rank owns, which means that it orthogonalizes them. A bucket that only
+            sends results has the ``matrices`` of the earlier bucket that computes them.
+        outbox: the send buffer: the runs that are not ``in_place``, in the order of the ranks that own their matrices.
+            The result of a run returns to the same place.
+        inbox: the receive buffer: what ranks send of this rank's matrices. It is a view of ``matrices`` if the elements
+            arrive in the right order.
         host: under CPU offload, pinned host memory for all runs; otherwise ``None``. The other buffers are on the
-            device of Newton-Schulz.
+            device of Newton-Schulz. All have the dtype in which matrices are sent.
         pending: launched collectives, for which :meth:`wait` waits.
     """
 
@@ -57,7 +59,7 @@ class BucketBuffers:
         return self.shard_side_buffer(run.in_place).narrow(0, at, run.copy.numel)
 
     def shard_side_buffer(self, in_place: bool) -> Tensor:
-        """Return the bucket's 1-D buffer to which this rank's ZeRO shard is copied, and from which results come back.
+        """Return the bucket's 1-D buffer that gets this rank's input of Newton-Schulz and, later, the results for it.
 
         Under CPU offload this is ``host``. Otherwise it is ``matrices`` for the elements that this rank keeps to
         orthogonalize them (``in_place``), and ``outbox`` for the elements that it sends.

@@ -52,7 +52,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context in which all calls of ``ProcessGroup`` methods and of ``new_group`` are recorded."""
+        """Return a context that records all calls of ``new_group`` and of the ``ProcessGroup`` methods in READERS."""
         from torch.distributed import device_mesh, distributed_c10d
 
         kind = distributed_c10d.ProcessGroup
@@ -151,7 +151,8 @@ def _flat(tensors: Any) -> list[Tensor]:
 def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
     """Return {field: value} for the :class:`Collective` that records a call with equally many elements from all ranks.
 
-    ``args``: the arguments of the call. ``args[place]`` is this rank's contribution, a tensor or a list of tensors.
+    ``args``: the arguments of the call. ``args[place]`` is what this rank contributes or, in a ``scatter`` or
+    ``reduce_scatter``, receives: a tensor or a list of tensors.
     """
     tensors = _flat(args[place])
     root = next((one.rootRank for one in args if hasattr(one, "rootRank")), None)

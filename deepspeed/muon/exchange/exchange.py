@@ -37,7 +37,10 @@ class Phases(Protocol):
     """
 
     def look(self, operation: Look) -> None:
-        """Find the matrices without a gradient on any rank, with ``operation.collectives``. The step skips them."""
+        """Find the matrices whose gradient is missing or zero on all ranks, which the step skips.
+
+        A collective, unless ``operation.collectives`` is empty.
+        """
 
     def prepare(self, buffers: BucketBuffers) -> None:
         """Update the momentum of this rank's part of one bucket's matrices, and write the input of Newton-Schulz for
@@ -47,7 +50,7 @@ class Phases(Protocol):
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
         """Orthogonalize ``buffers.matrices`` in place: the matrices of one bucket that this rank owns.
 
-        ``calls``: the planned collectives among the owners of one matrix, in order. All are consumed.
+        ``calls``: the planned collectives among ranks that own matrices together, in order. All are consumed.
         """
 
     def apply(self, buffers: BucketBuffers) -> None:
@@ -58,7 +61,7 @@ class Phases(Protocol):
 class Exchange:
     """The communication of one parameter group: it sends matrices to their owners, and the results back.
 
-    The owner of a matrix is the rank that orthogonalizes it.
+    The owner of a matrix is the rank that orthogonalizes it. Several ranks may own slices of one matrix.
 
     Args:
         group: process group of the ranks that share the parameters; ``None`` if each rank does all the work itself.
@@ -98,10 +101,10 @@ class Exchange:
         return OwnerSet(owner_group(self.group, batch.owners), batch.owners, call)
 
     def gather_vectors(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return NorMuon's second moments of all matrices as {matrix name: fp32 CPU vector}; a collective.
+        """Return NorMuon's second moments of the matrices in ``sizes``: {matrix name: fp32 CPU vector}; a collective.
 
-        ``own``: {matrix name: fp32 vector} of the matrices that this rank owns. ``sizes``: {matrix name: length} of all
-        matrices of the group, in the same order on all ranks.
+        ``own``: {matrix name: fp32 vector} of the matrices that only this rank owns. ``sizes``: {matrix name: length},
+        with the same names in the same order on all ranks.
         """
         flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=self.device)
         vectors = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))

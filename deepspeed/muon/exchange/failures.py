@@ -40,7 +40,7 @@ class _CurrentStep:
 
 @contextmanager
 def failures_reported() -> Iterator[None]:
-    """Return a context to enter once for each training step. It reports an exception raised inside to the other ranks.
+    """Return a context to enter once for each training step, on all ranks. It reports an exception to the other ranks.
 
     The exception is then raised again.
     """

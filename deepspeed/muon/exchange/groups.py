@@ -155,7 +155,7 @@ def group_of(ranks: Sequence[int]) -> Any:
 def group_timeout(device: torch.device) -> timedelta | None:
     """Return the time limit of collectives, to pass to torch's ``new_group``; ``None`` if no limit can be found.
 
-    The environment variable ``DEEPSPEED_TIMEOUT`` (minutes) sets it. Its default is that of the world's group.
+    The environment variable ``DEEPSPEED_TIMEOUT`` (minutes) sets it. Otherwise it is that of the world's group.
     """
     if minutes := os.environ.get("DEEPSPEED_TIMEOUT"):
         return timedelta(minutes=int(minutes))

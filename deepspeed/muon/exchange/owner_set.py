@@ -45,7 +45,7 @@ def owner_group(group: Any, size: int) -> Any:
 def aligned_ranks_per_node(group: Any, ranks_per_node: int) -> int:
     """Return the largest n such that ranks 0 to n - 1 of ``group`` share a node, ranks n to 2n - 1 do, and so on.
 
-    ``ranks_per_node``: number of world ranks on each node.
+    n divides the number of ranks. ``ranks_per_node``: number of consecutive world ranks on each node.
     """
     return count_ranks_per_node([rank // ranks_per_node for rank in torch.distributed.get_process_group_ranks(group)])
 
@@ -91,7 +91,7 @@ class OwnerSet:
         # Each length is relative to its owner's power of two. Make all relative to the largest: squares stay in range.
         exponent = exponents.amax(dim=0)
         length = torch.linalg.vector_norm(lengths * torch.exp2(exponents - exponent), dim=0)
-        # `magnitude` has divided the slice by its own power of two, 2^sizes[:, 0]; the owners' powers differ.
+        # `exponent_and_norm` has divided the slice by its own power of two, 2^sizes[:, 0]; the owners' powers differ.
         factors = torch.where(length == 0, 1.0, torch.exp2(sizes[:, 0] - exponent) * norm / length)
         return torch.mul(x, factors.view(-1, 1, 1), out=out)
 

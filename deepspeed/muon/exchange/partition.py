@@ -16,7 +16,7 @@ from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 
 @dataclass(frozen=True)
 class Partition:
-    """The parameters that one call of ``step`` updates, all of one parameter group, and how ranks share them.
+    """The parameters of one parameter group that one call of ``step`` updates, and how ranks share them.
 
     Args:
         index: index of the parameter group in the optimizer.
@@ -52,7 +52,7 @@ class Partition:
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
         """Yield (shard, start, stop, position) for each parameter of which this rank holds elements.
 
-        This rank holds elements ``start`` to ``stop`` of the flattened parameter. In ``tensors[shard.tensor]`` they
+        This rank holds elements ``start`` to ``stop - 1`` of the flattened parameter. In ``tensors[shard.tensor]`` they
         begin at index ``position``.
         """
         for shard in self.shards:

@@ -98,8 +98,8 @@ class PendingCollective:
     def _named_errors(self, plain: type[Exception] | None = None) -> Iterator[None]:
         """Return a context that turns a backend's error into an ExchangeError that names the bucket.
 
-        ``plain``: class of errors that the backend raises besides ``DistError``. Other errors are logged and raised
-        again.
+        ``plain``: exact class of errors that the backend raises besides ``DistError``. Other errors, also of its
+        subclasses, are logged and raised again.
         """
         try:
             yield
@@ -175,7 +175,10 @@ _all: weakref.WeakSet[PendingCollectives] = weakref.WeakSet()
 
 @functools.cache
 def start_watchdog() -> None:
-    """Start this process's watchdog thread, which logs slow collectives. Do nothing if it is running."""
+    """Start this process's watchdog thread. Do nothing if it is running.
+
+    The thread logs slow collectives, and ends the process if it waits for a rank that failed.
+    """
     threading.Thread(target=_watch, name="deepspeed-muon watchdog", daemon=True).start()
 
 

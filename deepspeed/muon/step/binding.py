@@ -43,9 +43,9 @@ class StepContext:
         muon_of_all_stages: with a pipeline, {Muon parameter of any stage: hash of how it is split into matrices}. The
             hash is empty for a parameter that is one matrix. ``None`` without a pipeline.
         is_stepped_in_parts: whether one engine step calls the optimizer's ``step`` several times. The engine then calls
-            ``begin_step`` before the first call, and releases the workspace after the last.
-        is_finite: function that returns whether DeepSpeed's optimizer wrapper has found the current gradients finite.
-            ``None``: the optimizer checks them itself, because they are equal on all ranks.
+            the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
+        is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
+            ``None``: the optimizer checks them by itself, because they are equal on all ranks.
     """
 
     is_logging: bool = True
@@ -75,8 +75,8 @@ def bind_partition(
 
     Args:
         partition: Muon parameters of one parameter group, and how ranks share them.
-        group: the partition's parameter group. A loaded checkpoint gives it an entry ``owner_counts``, which fixes how
-            many ranks own a matrix together: {matrix shape, such as ``16x64``: number of ranks}.
+        group: the partition's parameter group. Its entry ``owner_counts``, if a loaded checkpoint or an earlier call
+            has set it, fixes how many ranks own a matrix together: {matrix shape, such as ``16x64``: number of ranks}.
         choice: dtype and methods of Newton-Schulz, and the names of its kernels.
         tables: {name: kernels that are available}. Plain PyTorch replaces kernels of ``choice`` that are missing here.
         exchange: communication among the ranks of the partition.

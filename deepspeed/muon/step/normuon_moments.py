@@ -48,7 +48,7 @@ class SecondMoments:
         self.by_name = found
 
     def of_matrices(self, names: Sequence[str]) -> list[Tensor]:
-        """Return the second moments of the named matrices, fp32 ``[outputs]`` each: one for each output of the layer.
+        """Return the second moments of the named matrices, fp32 ``[outputs]`` each: one for each output feature.
 
         An empty list without NorMuon. This rank must own the matrices.
         """
@@ -71,8 +71,8 @@ class SecondMoments:
     def save(self, groups: Sequence[dict[str, Any]]) -> None:
         """Store the second moments of all matrices in the first Muon group of ``groups``; nothing if NorMuon is off.
 
-        ``groups``: the parameter groups of a state dict. Raise RuntimeError outside :meth:`whole`, where moments are
-        missing.
+        ``groups``: the parameter groups of a state dict. Raise RuntimeError if this rank lacks some, as outside
+        :meth:`whole` if several ranks own matrices.
         """
         if not (self.by_name or self._outputs):
             return

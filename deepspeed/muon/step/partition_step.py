@@ -195,7 +195,10 @@ class PartitionStep:
     # ---- on the shard: which matrices have a gradient -----------------------------------------------------
 
     def look(self, operation: Look) -> None:
-        """Find the matrices without a gradient on any rank, with ``operation.collectives``. The step skips them."""
+        """Find the matrices whose gradient is missing or zero on all ranks, which the step skips.
+
+        A collective, unless ``operation.collectives`` is empty.
+        """
         self._absent = self.gradients.without_gradient(self._group["params"], operation)
         if self._stats is not None:
             # All ranks that share the plan count the same matrices, and their counts are added up.
@@ -207,7 +210,8 @@ class PartitionStep:
         """Update the momentum of this rank's part of one bucket's matrices, and write the input of Newton-Schulz.
 
         ``buffers``: receives the input in the dtype in which matrices are sent. With the gradient g and the updated
-        momentum m, the input is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m.
+        momentum m, the input is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m. Some int8 momenta are
+        updated only after the last bucket (:meth:`_advance_rest`).
         """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
@@ -264,10 +268,10 @@ class PartitionStep:
     # the look-ahead from the old codes, and the codes are updated after the last bucket.
 
     def _advance_in_int8(self, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Write the Newton-Schulz input of ``run``, a part of a matrix, to ``target``, if the momentum is int8.
+        """Write the Newton-Schulz input of ``run``, a part of a matrix with int8 momentum, to ``target``.
 
-        The momentum is updated, too, if the run is all that this rank holds of its parameter. The arguments are those
-        of :meth:`_advance`.
+        The momentum is updated, too, if the run is all that this rank holds of its parameter; otherwise
+        :meth:`_advance_rest` updates it. The arguments are those of :meth:`_advance`.
         """
         state, copy = self._states[tensor], run.copy
         fragment, codes, absmax, skipped = self.blocks[tensor].fragment_at(state, copy.start, copy.extent)
@@ -287,8 +291,9 @@ class PartitionStep:
     ) -> None:
         """Update the int8 ``codes`` and their ``absmax`` in place. They are the momentum of one :class:`Fragment`.
 
-        ``state``: the optimizer state of the fragment's tensor. ``grad``: the fragment's gradient, 1-D. ``target``:
-        receives the input of Newton-Schulz, 1-D; ``None``: only the momentum is updated.
+        ``absmax``: the largest magnitude of each quantization block, fp32. ``state``: the optimizer state of the
+        fragment's tensor. ``grad``: the fragment's gradient, 1-D. ``target``: receives the input of Newton-Schulz, 1-D;
+        ``None``: only the momentum is updated.
         """
         key, momentum, nesterov = key_of(fragment.name, int(state["step"])), self._momentum, self._nesterov
         self.elementwise.advance_codes(codes, absmax, grad, target, momentum, nesterov, key, fragment.first, self._work)
@@ -324,6 +329,7 @@ class PartitionStep:
     def _with_momentum(self, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[ShardRun]) -> Tensor:
         """Return a copy of ``grad`` with the zeros of ``runs`` replaced by their momentum, which updates then keep.
 
+        The codes of ``runs`` may still change if they share a quantization block with a matrix whose momentum changes.
         ``grad``: the 1-D gradient of a :class:`Fragment` of a parameter. ``runs``: parts of matrices without a
         gradient. ``position``: index of the fragment's first element in ``tensor``.
         """
@@ -341,7 +347,7 @@ class PartitionStep:
     def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
         """Orthogonalize ``buffers.matrices`` in place: the matrices of one bucket that this rank owns, shape by shape.
 
-        ``calls``: the planned collectives among the owners of one matrix, in order.
+        ``calls``: the planned collectives among ranks that own matrices together, in order.
         """
         how, rules, stats = self.newton_schulz, self.rules, self._stats
         for batch in buffers.bucket.batches:
@@ -447,7 +453,10 @@ class PartitionStep:
                 yield run, buffers.slice_of(index)
 
     def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield (parameter name, weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update."""
+        """Yield (parameter name, weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
+
+        Weights and result are 1-D.
+        """
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             if tensor.grad is not None:
