@@ -51,7 +51,7 @@ def step(
 
 
 def steps_before_start(group: Mapping[str, Any], fragment: Fragment) -> int:
-    """Return how many steps AdamW had made before it first updated a parameter: 100 for one frozen for 100 steps.
+    """Return how many fewer steps a parameter has made than its tensor counts: 100 if it was frozen for 100 steps.
 
     ``group``: the parameter group, which stores these numbers (:data:`STARTED`); without an entry, the number is 0.
     ``fragment``: any part of the parameter.

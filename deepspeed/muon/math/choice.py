@@ -167,7 +167,7 @@ def fastest_choice(
     dtype; with the same dtype, the one whose kernel table (set of kernels) comes first in ``rates``.
 
     Args:
-        rates: speeds of the kernels, from :func:`lowest_rates`; if empty, return ``None``.
+        rates: speeds of the kernels, from :func:`lowest_rates`; if they contain none, return ``None``.
         shapes: (rows, columns) -> number of matrices of this shape in the model.
         schedule: coefficients of Newton-Schulz.
         methods: the methods to choose from, the default first.

@@ -84,7 +84,7 @@ def schedule(coefficients: str | Schedule, steps: int | None = None) -> Schedule
             be ``None`` or their number.
 
     Raises:
-        ValueError: the name is unknown, or ``steps`` is not the number of triples.
+        ValueError: the name is unknown, or there are several triples and ``steps`` is another number.
     """
     if isinstance(coefficients, str):
         if coefficients not in NAMED:
@@ -134,8 +134,9 @@ ROUNDING = {"bf16": Rounding(2.0**-7, 0.0, 2), "fp16": Rounding(2.0**-10, 1.0, 3
 def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
     """Return the numbers of steps between restarts of method ``gram``, such as ``(2, 2, 1)`` for five steps.
 
-    A restart computes the Gram matrix X X^T from X again. Each number is the largest for which rounding moves no
-    singular value by more than :data:`MAX_SHIFT`. ``dtype``: dtype of the matrix products, a key of :data:`ROUNDING`.
+    A restart computes the Gram matrix X X^T from X again. Each number is the largest, up to ``longest`` of
+    :class:`Rounding`, for which rounding moves no singular value by more than :data:`MAX_SHIFT`; if there is none, 1.
+    ``dtype``: dtype of the matrix products, a key of :data:`ROUNDING`.
     """
     found: list[int] = []
     done, rounding = 0, ROUNDING[dtype]
@@ -148,7 +149,10 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 
 def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
-    """Return how far rounding can move singular values in ``length`` steps from step ``first``; NaN if they diverge."""
+    """Return how far rounding can move singular values in some steps without a restart; huge or NaN if they diverge.
+
+    ``first``, ``length``: index of the first of these steps, and their number.
+    """
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0
     for error in (-rounding.error, rounding.error):  # assume that all errors have the same sign

@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 class Fragment(NamedTuple):
-    """A contiguous part of a parameter inside a tensor that holds many parameters, such as ZeRO's flat partition.
+    """A contiguous part of a parameter inside a tensor that may hold many, such as ZeRO's flat partition.
 
     ``name``: name of the parameter. ``first``: index of the part's first element in the flattened parameter.
     ``position``: index of the same element in the tensor. ``numel``: number of elements.
@@ -38,6 +38,7 @@ class Blocks:
 
     Each parameter in the tensor begins a new block. So the momentum of a parameter does not depend on its neighbors in
     the tensor, nor on padding, which may be NaN. ``fragments``: the parts of parameters that the tensor holds.
+    Methods take ``state``, the tensor's optimizer state.
     """
 
     def __init__(self, fragments: Iterable[Fragment]) -> None:

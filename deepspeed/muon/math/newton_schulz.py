@@ -205,6 +205,9 @@ def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
 
     Row i is multiplied by ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T. This is the almost-orthogonal layer (AOL) of
     Prach and Lampert (arXiv 2208.03160), which Turbo-Muon (arXiv 2512.04632, section 3) applies before Newton-Schulz.
+    Newton-Schulz then finds the polar factor of the scaled matrix.
+
+    ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
     """
     # Newton-Schulz computes G from the scaled X again. A scaled G would be rounded differently from X in 16 bits, and
     # composed steps amplify the difference.

@@ -90,8 +90,9 @@ def equalize(
 ) -> None:
     """Scale the rows or columns of a matrix in place to equal norms; zero rows and columns stay zero.
 
-    Before Newton-Schulz this is MuonEq (arXiv 2603.28254). After Newton-Schulz, with ``norm = sqrt(min(rows, cols))``,
-    it is Muon+ (arXiv 2602.21545). The matrix then has the Frobenius norm of an orthogonal matrix.
+    Before Newton-Schulz this is MuonEq (arXiv 2603.28254) in its variants R (rows) and C (columns). After
+    Newton-Schulz, with ``norm = sqrt(min(rows, cols))``, it is Muon+ (arXiv 2602.21545). The matrix then has the
+    Frobenius norm of an orthogonal matrix, so that ``adjust_lr_fn`` still sets the scale of updates.
 
     Args:
         x: the matrix, ``[rows, cols]``.
@@ -121,8 +122,8 @@ def _factors(norms: Tensor, wanted: float) -> Tensor:
 def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:
     """Apply NorMuon (arXiv 2510.05491): divide the elements of each output by the root of the output's second moment.
 
-    The second moment is a running mean, over steps, of the squares of these elements. The result is scaled back to the
-    Frobenius norm of ``x``. A zero matrix, which had no gradient, does not change, nor does its second moment.
+    The second moment is a running mean, over steps, of the mean square of these elements. The result is scaled back to
+    the Frobenius norm of ``x``. A zero matrix, which had no gradient, does not change, nor does its second moment.
 
     Args:
         x: the orthogonalized matrix, ``[rows, cols]``; changed in place.

@@ -14,7 +14,7 @@ class Schedules:
     ``momentum_start``: momentum of the first update. During ``momentum_warmup_steps`` updates it changes linearly to
     the parameter group's ``momentum``. ``muon_weight_decay_steps``: number of updates over which weight decay falls
     linearly from the group's value to zero. ``momentum_start=None`` and ``muon_weight_decay_steps=None`` keep momentum
-    and weight decay constant.
+    and weight decay constant. modded-nanogpt and nanochat (2025) use such schedules.
     """
 
     momentum_start: float | None = None

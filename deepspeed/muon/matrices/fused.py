@@ -153,5 +153,6 @@ def _gate_up_axis(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
 
 def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:
     return ValueError(
-        f"{name} has {outputs} outputs, but {parts} need another number, according to the heads in the model's config"
+        f"{name} has {outputs} outputs, but {parts} need another number, according to the attention module and the "
+        "config"
     )

@@ -93,7 +93,7 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
 
 
 def is_linear_attention(attention: nn.Module) -> bool:
-    """Return whether an attention module's attributes, such as those of a recurrent state, show linear attention."""
+    """Return whether an attention module's attributes, such as a decay or a convolution, show linear attention."""
     return any(hasattr(attention, name) for name in _LINEAR)
 
 

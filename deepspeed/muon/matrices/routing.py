@@ -50,7 +50,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Route(NamedTuple):
-    """Whether Muon or AdamW updates one parameter, and why. The fields are those of :class:`MatrixSpec`."""
+    """Whether Muon or AdamW updates one parameter, and why. The fields mean the same as in :class:`MatrixSpec`."""
 
     use_muon: bool
     reason: str

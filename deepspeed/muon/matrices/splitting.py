@@ -86,13 +86,14 @@ class MatrixSpec:
         use_muon: whether Muon updates the parameter; otherwise AdamW does.
         reason: why Muon or AdamW updates the parameter, as a text.
         blocks: the matrices; empty for AdamW. With ``sharding`` they are blocks of the whole parameter.
-        split: how the parameter is split into matrices, as a text; empty for one matrix.
-        sharding: how tensor parallelism split the parameter over ranks; ``None`` if it did not, or if ``tp_mode`` is
-            "shard".
+        split: how the parameter is split or flattened, or why it is left whole, as a text; empty if it simply is one
+            matrix.
+        sharding: how tensor parallelism split the parameter over ranks; ``None`` if it did not, if unknown (AdamW), or
+            if Muon updates shards as matrices (``tp_mode`` "shard").
         is_projection: whether the parameter's module has the name of an attention projection.
-        chosen_by: the option by which the user sent the parameter to Muon or AdamW, such as ``muon_exclude``; ``None``
-            if the package's rules decided.
-        overrides_rules: whether the user's option contradicts the package's rules.
+        chosen_by: ``use_muon``, ``muon_exclude`` or ``muon_include``, the user's option that applied; ``None`` if the
+            package's rules decided.
+        overrides_rules: whether the package's rules alone would have decided otherwise.
         split_by: ``muon_split``, ``per_head_muon`` or ``muon_fused``, the option that split the parameter, or ``None``.
         split_pattern: the pattern in ``muon_split`` that split the parameter.
         left_whole: whether the parameter stays one matrix for the reason in ``split``.

@@ -73,7 +73,7 @@ def sharding_of(param: Any) -> Sharding | None:
     Return ``None`` if each rank holds the whole parameter.
 
     Raises:
-        ValueError: the attributes do not describe a split by rows or columns.
+        ValueError: the attributes are incomplete, or do not describe a split by rows or columns.
     """
     note = getattr(param, AUTOTP, None)
     if not note:
@@ -121,8 +121,8 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
         )
     if local[axis] % stride:
         raise ValueError(
-            f"the parameter's size {local[axis]} along partition_dim is not a multiple of partition_stride {stride}; "
-            "set partition_stride to the number of fused projections, such as 2 for gate and up, or 1"
+            f"the parameter's size {local[axis]} on a rank along partition_dim is not a multiple of partition_stride "
+            f"{stride}; set partition_stride to the number of fused projections, such as 2 for gate and up, or 1"
         )
     # Along partition_dim each rank has partition_stride ranges of equal size; range i belongs to rank i % ranks.
     size = local[axis] // stride
