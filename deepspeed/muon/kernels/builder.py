@@ -96,7 +96,7 @@ class MuonBuilder(CPUOpBuilder):
     def path(self) -> Path:
         """Return the path of the module that the first use builds: ``.../HASH/muon_avx2.so``.
 
-        The hash changes with the sources, the compiler flags, torch, Python and the C library.
+        The hash changes with the sources, ``CXX``, compiler flags, torch, Python, the C library and the machine type.
         """
         from torch.utils.cpp_extension import _get_build_directory
 

@@ -3,8 +3,9 @@
 
 Blockwise quantization as in Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
 (arXiv 2110.02861), with linear codes, which Gupta et al., "Effective Quantization of Muon Optimizer States" (arXiv
-2509.23106), find sufficient for the momentum of Muon. A value is code / 127 times the largest magnitude of its block,
-whose element always gets the code 127 or -127. So encoding decoded values to nearest gives the same codes again.
+2509.23106), find sufficient for the momentum of Muon. A value is code / 127 times the largest magnitude of its block.
+The element with that magnitude has the code 127 or -127, however the block is rounded, so encoding decoded values to
+nearest gives the same codes and magnitudes again.
 """
 
 from __future__ import annotations

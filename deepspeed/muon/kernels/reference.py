@@ -48,7 +48,7 @@ def advance_rounded(
     """Do the same as :func:`advance` for a bf16 momentum: compute in fp32, and round ``buffer`` stochastically.
 
     ``key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take
-    2.5 MiB on a CPU, 40 MiB elsewhere.
+    up to 2.5 MiB on a CPU, 40 MiB elsewhere.
     """
     for part in chunks(buffer):
         wide = work.get("wide", (part.stop - part.start,), torch.float32, buffer.device)
@@ -69,10 +69,10 @@ def look_ahead(
     nesterov: bool,
     work: Workspace,
 ) -> None:
-    """Write ``out`` as :func:`advance` does, from an int8 momentum that :func:`advance_codes` will update later.
+    """Write ``out`` as :func:`advance` does for an int8 momentum, which only :func:`advance_codes` will update.
 
     ``codes`` and ``grad`` contain rows of ``cols`` elements that start ``pitch`` elements apart; elements between rows
-    are ignored. ``out`` receives the rows one after the other. Temporaries take 1 MiB on a CPU, 16 MiB elsewhere.
+    are ignored. ``out`` receives the rows one after the other. Temporaries take up to 3 MiB on a CPU, 48 MiB elsewhere.
 
     ``codes``, ``absmax``, ``skipped``: the momentum, as in :func:`deepspeed.muon.kernels.codes.decode`.
     """
@@ -120,7 +120,8 @@ def advance_codes(
 
     ``codes`` begins at the start of a block. ``absmax`` is fp32, the largest magnitude of each block. Both are updated.
     ``out``: ``None`` to update only the momentum, after :func:`look_ahead`. ``key`` and ``first`` select the random
-    numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take 2 MiB on a CPU, 32 MiB elsewhere.
+    numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take up to 2.5 MiB on a CPU,
+    40 MiB elsewhere.
     """
     for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : block_count(part.stop)]
@@ -218,8 +219,8 @@ def apply_runs_(
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
     """Scale each matrix of ``x`` to the Frobenius norm ``norm``, and return ``out``. A zero matrix stays zero.
 
-    No square overflows or underflows and no epsilon is needed, because a power of two first brings the largest entry of
-    each matrix near one.
+    The norm does not overflow or underflow and needs no epsilon, because a power of two first brings the largest entry
+    of each matrix near one.
 
     Args:
         x: ``[batch, rows, cols]``, bf16 or fp32; overwritten.

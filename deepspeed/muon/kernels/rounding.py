@@ -51,7 +51,7 @@ def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
 
 
 def _mix(x: Tensor, spare: Tensor, shift: int, multiplier: int) -> None:
-    """Set ``x <- (x ^ x >> shift) multiplier`` modulo 2^32. ``spare``: as large as ``x``, overwritten."""
+    """Set ``x <- (x ^ x >> shift) multiplier`` modulo 2^32. ``x``: int32; ``spare``: int32, same shape, overwritten."""
     torch.bitwise_right_shift(x, shift, out=spare)  # copies of the sign bit move in from the left; the mask drops them
     x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
 

@@ -16,9 +16,10 @@ def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailabl
     """Return {device type: why this process cannot use fast kernels there, or ``None`` if it can}.
 
     Example: ``{"cpu": None, "cuda": "triton is not installed"}``. For ``cpu`` this builds the C++ kernels if necessary.
-    If Triton's kernels run on the GPU, the key ``quack`` has the reason why the library quack cannot be used.
+    If Triton's kernels run on the GPU, the key ``quack`` says the same of the library quack.
 
-    ``kernels``: the config key ``optimizer.params.kernels``. ``device_types``: those of all tensors of a step.
+    ``kernels``: the config key ``optimizer.params.kernels``; for ``torch`` nothing is built or checked.
+    ``device_types``: those of all tensors of a step.
     """
     if kernels == "torch":
         return dict.fromkeys(device_types, 'optimizer.params.kernels is "torch"')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of kernels: a table (:class:`Operations`) is one implementation of every operation of a step."""
+"""Types that describe kernels: a table (:class:`Operations`) is one implementation of every operation of a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def base_of(x: Tensor) -> tuple[Tensor, bool]:
 def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
     """Return an uninitialized :class:`Symmetric` for ``X X^T`` of each matrix X in ``x``, ``[batch, rows, cols]``.
 
-    ``work`` owns its memory, which another call with the same ``name`` and dtype reuses.
+    ``work`` owns its memory, which another call with the same ``name`` may reuse.
     """
     batch, size = x.size(0), x.size(-2)
     rest = work.get(name, (batch, size, size), x.dtype, x.device)

@@ -122,7 +122,8 @@ def advance_kernel(
     """Update the momentum of this program's elements, and write the input of Newton-Schulz.
 
     A bf16 momentum is rounded stochastically with the key (``first_key``, ``second_key``); the index of the first
-    element is already added to ``first_key``. ``rate``: 1 - momentum. ``tiles_ptr``, ``numel``: see :func:`_places`.
+    element is already added to ``first_key``. ``rate``: 1 - momentum, computed in fp64.
+    ``tiles_ptr``, ``numel``: see :func:`_places`.
     """
     shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
     grad = tl.load(grad_ptr + shard, mask).to(tl.float32)
@@ -160,7 +161,7 @@ def look_ahead_kernel(
 ):
     """Do this program's part of :func:`deepspeed.muon.kernels.reference.look_ahead`.
 
-    ``IS_WHOLE``: whether no elements lie between the rows. ``rate``: 1 - momentum.
+    ``IS_WHOLE``: True if there is one row; ``cols`` and ``pitch`` are then not needed. ``rate``: 1 - momentum.
     """
     at, mask = _place(numel, BLOCK)
     place = at
@@ -211,7 +212,7 @@ def advance_codes_kernel(
 
 @triton.jit
 def _decayed(param, update, keep, CAUTIOUS: tl.constexpr):
-    """Apply weight decay: return ``keep * param``, where ``keep`` is 1 - rate * decay.
+    """Apply weight decay: return ``keep * param``, where ``keep`` is 1 - lr weight_decay.
 
     With ``CAUTIOUS``, elements of ``param`` and ``update`` with opposite signs are not decayed.
     """

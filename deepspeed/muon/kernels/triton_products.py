@@ -51,7 +51,7 @@ CONFIGS = [
 
 @triton.jit
 def _triangle(index):
-    """Return (row, column) of element number ``index`` of an upper triangle, counted column by column."""
+    """Return (row, column) of element number ``index`` of an upper triangle, column by column; exact up to 2^22."""
     column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
     column = tl.where((column + 1) * (column + 2) // 2 <= index, column + 1, column)
@@ -105,8 +105,8 @@ def _tile(ptr, rows, cols, size):
 def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, cols, size, alpha, beta):
     """Return the tile ``rows`` x ``cols`` of ``alpha A B + beta A``, where A and B are :class:`Symmetric`.
 
-    ``total``: the same tile of the product of A and B without their diagonals. The caller adds what
-    :func:`_on_diagonal` returns to the elements on the diagonal.
+    ``total``: the same tile of the product of A and B without their diagonals. Elements on the diagonal lack what
+    :func:`_on_diagonal` returns.
     """
     of_rows = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_columns = tl.fma(tl.load(b_diagonal_ptr + cols, cols < size, other=0.0), alpha, beta)
@@ -116,7 +116,7 @@ def _with_diagonals(total, a_ptr, b_ptr, a_diagonal_ptr, b_diagonal_ptr, rows, c
 
 @triton.jit
 def _on_diagonal(a_diagonal_ptr, b_diagonal_ptr, rows, size, alpha, beta, shift):
-    """Return what the diagonals of A and B add to the diagonal of ``alpha A B + beta A + shift I`` in ``rows``."""
+    """Return what both diagonals and ``shift`` add to the diagonal of ``alpha A B + beta A + shift I`` in ``rows``."""
     of_a = tl.load(a_diagonal_ptr + rows, rows < size, other=0.0)
     of_b = tl.load(b_diagonal_ptr + rows, rows < size, other=0.0)
     return tl.fma(of_a, tl.fma(of_b, alpha, beta), shift)
@@ -169,8 +169,8 @@ def symmetric_kernel(
 ):
     """Compute one tile of ``A B^T``; with ``DIAGONALS``, of ``alpha A B + beta A + shift I``.
 
-    With ``DIAGONALS``, A, B and the result store their diagonals separately. ``matrices``: the batch size rounded up to
-    a power of two, which only the autotuner uses.
+    The result stores its diagonal separately; with ``DIAGONALS`` A and B do, too. ``matrices``: the batch size rounded
+    up to a power of two, which only the autotuner uses.
     """
     per_square: tl.constexpr = COLS // ROWS
     squares = tl.cdiv(size, COLS)

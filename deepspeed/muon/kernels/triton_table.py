@@ -55,7 +55,7 @@ def _untuned() -> Operations:
 def operations(other: Operations) -> Operations:
     """Return the Triton kernels. Calls that they do not support go to the kernels of the table ``other``.
 
-    These are calls with tensors that are not on a GPU or have other dtypes, and matrix products on AMD GPUs.
+    Examples are calls with tensors that are not on a GPU or have other dtypes, and matrix products on AMD GPUs.
 
     Raises:
         ImportError: Triton is not installed.
