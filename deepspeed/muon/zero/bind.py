@@ -36,7 +36,7 @@ from deepspeed.muon.zero.tp_ranks import grid_of, stage_number
 from deepspeed.muon.zero.wrappers.registry import adapter_for
 from deepspeed.muon.zero.wrappers.tensor_parallel import partitions_over_tp
 
-#: Keys of a parameter group that must be equal on all ranks. Keys that a user adds may hold anything: not compared.
+#: Keys of a parameter group that must be equal on all ranks of a stage. Keys that a user adds are not compared.
 COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
 
 
@@ -128,7 +128,8 @@ def bind_engine(engine: Any) -> None:
 def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
     """Choose the dtype, method and kernels of Newton-Schulz, the same on all ranks; a collective.
 
-    ``agreed``: the result of :func:`agree_on_settings`. ``world_size``: the number of ranks that share the work.
+    ``agreed``: the result of :func:`agree_on_settings`. ``device``: where Newton-Schulz runs. ``world_size``: the
+    number of ranks that share the work.
 
     Raises:
         DisagreementError: timing the candidates failed on some rank. All ranks raise this.

@@ -137,7 +137,7 @@ def _places_by_key() -> dict[str, list[str]]:
 def place_of(key: str) -> str | None:
     """Return where a key belongs in a ds_config, such as ``"in fp16 or in bf16"``.
 
-    Return ``None`` if no section has this key, or more than :data:`MAX_PLACES` have it.
+    Return ``""`` if no section has this key, ``None`` if more than :data:`MAX_PLACES` have it.
     """
     places = _places_by_key().get(key, [])
     return " or ".join(places) if len(places) <= MAX_PLACES else None

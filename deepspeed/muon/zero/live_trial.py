@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_muon report --live``: train briefly on all ranks. Does each ZeRO stage train as one process does, how fast?"""
+"""``ds_muon report --live``: train briefly on all ranks, to compare each ZeRO stage with one process, and time it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _case(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Fa
 def _train(zero: dict[str, Any], model: Model, expected: dict[str, Tensor]) -> Facts:
     """Train a copy of ``model`` in a new engine, and compare its weights with ``expected``, {parameter name: weight}.
 
-    ``zero``: the section ``zero_optimization``. Return this rank's values of the keys in :func:`train_all_cases`.
+    ``zero``: the section ``zero_optimization``. Return this rank's case of :func:`train_all_cases`, without ``name``.
     """
     trained = copy.deepcopy(model)
     config = {

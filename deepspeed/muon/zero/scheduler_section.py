@@ -63,7 +63,7 @@ class Schedule(NamedTuple):
 
 
 def read_schedule(section: Any) -> Schedule:
-    """Return what the section ``scheduler`` of a ds_config sets. A config without it has ``None`` as ``section``."""
+    """Return what the section ``scheduler`` of a ds_config sets; ``section`` is ``None`` if there is none."""
     name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
     params = section.get("params") if name else None
     values = _defaults(name) | dict(params if isinstance(params, Mapping) else {})

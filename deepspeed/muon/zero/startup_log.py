@@ -118,7 +118,10 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tu
 
 
 def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return how ranks divide the work at stage 0, such as ``" that share Newton-Schulz"``; ``""`` at other stages."""
+    """Return how ranks divide the work at stage 0, such as ``" that share Newton-Schulz"``.
+
+    Return ``""`` at other stages, on one rank, and with tensor parallelism.
+    """
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]

@@ -42,8 +42,8 @@ class Grid(NamedTuple):
 
     Attributes:
         group: the process group of all these ranks.
-        lines: for each rank of a tensor-parallel group, its data-parallel group, as indices within ``group``. For 2
-            times 2 ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
+        lines: for each rank of a tensor-parallel group, the ranks over which its parameters are sharded, as indices
+            within ``group``. For 2 times 2 ranks, for example, ``(range(0, 4, 2), range(1, 4, 2))``.
     """
 
     group: Any

@@ -104,7 +104,8 @@ def checkpoint_fingerprint(engine: Any, arguments: Mapping[str, Any], tag: str) 
     """Return those facts of :func:`engine_fingerprint` that DeepSpeed's own checkpoint files contain.
 
     Call it if there is no :mod:`manifest`. It opens the files that this rank would load, but reads no tensor. One more
-    key, ``order``, has the names and shapes of the parameters in their order; at stage 0 only their sizes.
+    key, ``order``, has the names and shapes of the parameters in their order; at stage 0 only their sizes. If the files
+    contain only some of the shapes, the key is ``partial_shapes`` instead of ``shapes``; a pipeline has neither.
 
     Args:
         arguments: {name of an argument of ``load_checkpoint``: value}.

@@ -104,7 +104,7 @@ class Saved:
     def take_steps(self, entries: Iterable[dict[str, Any]]) -> None:
         """Set ``self.steps`` to the first value of the key "step" in ``entries``, the states of parameters.
 
-        If none has this key, take the engine's step count.
+        If none has this key, take the engine's count of steps that were not skipped.
         """
         counts = (float(entry["step"]) for entry in entries if "step" in entry)
         self.steps = next(counts, float(self.model["global_steps"] - self.model["skipped_steps"]))

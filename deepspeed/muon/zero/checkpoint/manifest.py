@@ -77,7 +77,7 @@ def belongs_to_save(file: Path, save_id: str) -> bool:
 
 
 def forget(file: Path, save_id: str) -> bool:
-    """Remove a file that :func:`begin` or :func:`finish` wrote, if it is of save ``save_id``; return whether it was."""
+    """Remove a header or manifest if it is of save ``save_id``; return whether it was removed."""
     with suppress(OSError):
         if belongs_to_save(file, save_id):
             file.unlink()

@@ -219,6 +219,7 @@ def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, 
     """Load the fp32 weights of a universal checkpoint, and its optimizer states if ``load_states``.
 
     ``actions``: parameter name -> how its state is imported: "kept", "zero" or "first_moment" (of AdamW, as momentum).
+    At stages 1 and 2 DeepSpeed then copies the weights into the model; at stage 0 call :meth:`Stage0.publish_weights`.
     """
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():

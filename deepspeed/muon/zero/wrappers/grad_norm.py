@@ -95,7 +95,8 @@ def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *ar
 def mark_gradients(params: Iterable[Tensor]) -> None:
     """Copy two attributes of parameters to their gradients, so that a norm over all ranks counts each element once.
 
-    ``model_parallel`` is true for a tensor-parallel shard, ``ds_pipe_replicated`` for a copy on another pipeline stage.
+    ``model_parallel`` is true for a tensor-parallel shard, ``ds_pipe_replicated`` for the copies of a tied weight,
+    except on its first pipeline stage.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
