@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.muon.cli.accelerate import ds_config_of, with_ds_config_file
+from deepspeed.muon.cli.edit_hjson import edited
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
@@ -42,6 +42,23 @@ DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
 #: Keys of DROPPED that a section for Muon has, too. Values that cannot be left out are kept.
 KEPT = {"bias_correction"} & MuonConfig.model_fields.keys()
 NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows which parameters go to Muon, and the cost"
+#: What a script without the Trainer passes to accelerate where the ds_config has an optimizer.
+DUMMY = "a SCRIPT without the Trainer passes accelerate's DummyOptim"
+#: (Tool, how to start a run with the ds_config ``{0}``, what else to write) for tools that use DeepSpeed.
+START = (
+    ("Trainer", "deepspeed SCRIPT --deepspeed {0}", ""),
+    ("TRL", "trl sft --config sft.yaml --deepspeed {0}", ""),
+    ("LLaMA-Factory", "FORCE_TORCHRUN=1 llamafactory-cli train sft.yaml deepspeed={0}", "no use_muon in sft.yaml"),
+    (
+        "ms-swift",
+        "swift sft sft.yaml --deepspeed {0} --external_plugins plugin.py --optimizer deepspeed",
+        "plugin.py of examples/ms_swift",
+    ),
+    ("axolotl", "axolotl train sft.yaml --launcher torchrun", "in sft.yaml deepspeed: {0}, and no optimizer"),
+    ("accelerate", "accelerate launch --use_deepspeed --deepspeed_config_file {0} SCRIPT", DUMMY),
+)
+#: Matches a comment in YAML or Hjson.
+COMMENT = re.compile(r"(?:^|\s)(?:#|//|/\*)")
 
 
 class Decision(NamedTuple):
@@ -52,8 +69,8 @@ class Decision(NamedTuple):
     why: str
 
 
-def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
-    """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon.
+def convert(path: str, out: str = "ds_config.json") -> tuple[dict[str, Any], str]:
+    """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon, as an object and as text.
 
     The file may also be accelerate's own configuration. A ds_config without a section ``optimizer`` is treated as if it
     had the defaults of torch's AdamW, with the rate of its schedule if that sets one. If any value in such a ds_config
@@ -62,9 +79,10 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
     ``out``: name of the file in which the user will save the new ds_config.
 
     Returns:
-        Dict with ``config``, the new ds_config; ``decisions``, a list of :class:`Decision` as dicts; and
-        ``accelerate``, accelerate's new configuration as YAML text that names ``out``, or ``None`` if the file was not
-        accelerate's.
+        A dict and the text of the new ds_config. The dict has ``config``, the new ds_config; ``decisions``, a list of
+        :class:`Decision` as dicts; and ``accelerate``, accelerate's new configuration as YAML text that names ``out``,
+        or ``None`` if the file was not accelerate's. The text is the file's own, with the changes, if the file is a
+        ds_config in JSON or Hjson; otherwise it is JSON.
 
     Raises:
         SettingsError: the file cannot be read, contains no ds_config, or its optimizer is not AdamW.
@@ -90,8 +108,12 @@ def convert(path: str, out: str = "ds_config.json") -> dict[str, Any]:
         what = "kept" if schedule.sets_cycle_momentum else "on by default"
         changes.append(Decision("scheduler.params.cycle_momentum", what, momentum.partition(" ")[2]))
     read_settings(path, config, world_size=1)  # raises what the engine would raise
+    text, has_comments = _text_of(path, whole, config)
+    if has_comments:
+        why = f"the result is plain JSON; copy what you need from {path}"
+        decisions.append(Decision("comments", "not kept", why))
     decisions += changes
-    return {"config": config, "decisions": [each._asdict() for each in decisions], "accelerate": pointing}
+    return {"config": config, "decisions": [each._asdict() for each in decisions], "accelerate": pointing}, text
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
@@ -212,28 +234,35 @@ def _muon_default(key: str) -> str:
     return str(list(default) if isinstance(default, tuple) else default)
 
 
-#: First character of a string that contains a number as it is spelt in the file, and is printed without quotes.
-_MARK = "\0"
+def _text_of(path: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return ``config`` as text, and whether the file ``path`` has comments that this text lacks.
 
-
-def as_written(config: Mapping[str, Any], path: str) -> str:
-    """Return ``config`` as JSON text with numbers as they are written in the file ``path``, such as ``2e8``."""
-    try:
-        written = json.loads(Path(path).read_text(), parse_float=lambda text: _MARK + text)
-    except ValueError:  # Hjson, which DeepSpeed reads as well
-        written = {}
-    marked = json.dumps(_spelt(config, written), indent=2)
-    return re.sub(rf'"{re.escape(json.dumps(_MARK)[1:-1])}([^"]*)"', r"\1", marked)
-
-
-def _spelt(value: Any, written: Any) -> Any:
-    """Return the JSON ``value`` with unchanged floats replaced by strings that spell them as the user's file does.
-
-    ``written``: the JSON of that file, with :data:`_MARK` and the spelling as a string in place of each float.
+    ``whole``: the content of the file. The text is the file's own, with the changes, if ``whole`` is the ds_config and
+    is written in JSON or Hjson.
     """
-    if isinstance(value, Mapping) and isinstance(written, Mapping):
-        return {key: _spelt(item, written.get(key)) for key, item in value.items()}
-    if isinstance(value, list) and isinstance(written, list):
-        return [_spelt(item, text) for item, text in zip_longest(value, written[: len(value)])]
-    is_marked = isinstance(written, str) and written.startswith(_MARK) and isinstance(value, (int, float))
-    return written if is_marked and float(written.removeprefix(_MARK)) == value else value
+    written = Path(path).read_bytes().decode("utf-8-sig")
+    text = None if Path(path).suffix in (".yaml", ".yml") else edited(written, whole, config)
+    if text is not None:
+        return text.rstrip(), False
+    return json.dumps(config, indent=2), bool(COMMENT.search(written))
+
+
+def start_lines(config: str, text: str, pointing: Path | None) -> list[tuple[str, str, str]]:
+    """Return (tool, command line, what else to write) for each tool that can start a run with the new ds_config.
+
+    ``config``, ``text``: the ds_config's file, and what it contains. ``pointing``: accelerate's new configuration, if
+    there is one.
+    """
+    if pointing:
+        return [("accelerate", f"accelerate launch --config_file {pointing} SCRIPT", DUMMY)]
+    try:
+        json.loads(text)
+    except ValueError:
+        return [
+            (
+                "DeepSpeed",
+                "its own scripts only",
+                f"tools read plain JSON: first remove comments, and commas before brackets, from {config}",
+            )
+        ]
+    return [(tool, line.format(config), also.format(config)) for tool, line, also in START]

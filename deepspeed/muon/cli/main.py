@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon import errors
-from deepspeed.muon.cli.init import NEXT, as_written
+from deepspeed.muon.cli.init import NEXT, start_lines
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.parser import REPORT, parser
@@ -70,35 +70,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    name = str(args.out or "ds_config.json")
-    facts = convert_config(args.config, name)
-    text = as_written(facts["config"], args.config)
-    if not args.json:
-        rows = [(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]
-        print(aligned(rows))  # to stderr, because stdout is the config
+    name, pointing, start = str(args.out or "ds_config.json"), None, []
+    facts, text = convert_config(args.config, name)
     if args.out:
-        _write(args.out, f"{text}\n")
-        pointing = args.out.with_name(f"{args.out.stem}_accelerate.yaml")
-        if facts["accelerate"]:
-            _write(pointing, facts["accelerate"])
-        text = f"wrote {args.out}" + (f", and {pointing}, which names it" if facts["accelerate"] else "")
-    elif facts["accelerate"] and not args.json:
-        print(f"\naccelerate's configuration, if this one is saved as {name} (--out FILE writes both):\n")
-        print(facts["accelerate"])
-    if not args.json:
+        pointing = args.out.with_name(f"{args.out.stem}_accelerate.yaml") if facts["accelerate"] else None
+        _write({args.out: f"{text}\n"} | ({pointing: facts["accelerate"]} if pointing else {}))
+        start = start_lines(name, text, pointing)
+        text = f"wrote {args.out}" + (f", and {pointing}, which names it" if pointing else "")
+    if not args.json:  # to stderr, because stdout is the config
+        print(aligned([(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]))
+        if start:
+            print(f"\nto start a run (docs/frameworks.md says more):\n{aligned(start)}\n")
+        elif facts["accelerate"]:
+            print(f"\naccelerate's configuration, if this one is saved as {name} (--out FILE writes both):\n")
+            print(facts["accelerate"])
         print(NEXT.format(name))
     return facts, text
 
 
-def _write(file: Path, text: str) -> None:
-    """Write ``text`` to a new file; raise SettingsError if the file exists or cannot be written."""
-    try:
-        with file.open("x") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise errors.SettingsError(
-            f"--out {file}: cannot write this file: {error.strerror}; choose another path"
-        ) from None
+def _write(texts: dict[Path, str]) -> None:
+    """Write each text to a new file; raise SettingsError, and write none, if one of the files exists.
+
+    Also raise it if a file cannot be written.
+    """
+    for file in texts:
+        if file.exists():
+            raise errors.SettingsError(f"cannot write {file}: File exists; choose another path with --out")
+    for file, text in texts.items():
+        try:
+            file.write_bytes(text.encode())
+        except OSError as error:
+            raise errors.SettingsError(
+                f"cannot write {file}: {error.strerror}; choose another path with --out"
+            ) from None
 
 
 def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -73,7 +73,7 @@ def plot(folder: Path, target: Path | None = None) -> dict[str, Any]:
             figure.savefig(target, format="png", dpi=DPI)
         except OSError as error:
             raise RecordsError(
-                f"--out {target}: cannot write this file: {error.strerror or error}; choose another path"
+                f"cannot write {target}: {error.strerror or error}; choose another path with --out"
             ) from None
     return {"file": str(target), "panels": titles, "records": len(records.samples)}
 

@@ -50,7 +50,7 @@ LIBRARIES: dict[str, set[str]] = {
     "config": {"pydantic"},
     "zero": {"torch", "numpy", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
     "monitor": {"torch", "tensorboard"},
-    "cli": {"torch", "transformers", "matplotlib", "yaml"},
+    "cli": {"torch", "transformers", "matplotlib", "yaml", "hjson"},  # hjson as DeepSpeed itself
 }
 #: What of DeepSpeed's `comm` sends nothing between ranks.
 LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hjson
 import pytest
 import torch
 import yaml
@@ -120,16 +121,16 @@ def test_a_limit_of_the_norm_moves_to_its_key(clipping: dict, limit: float, what
     assert "max_grad_norm" not in found.out
 
 
-def test_numbers_keep_their_spelling(init: Command) -> None:
-    text = """{
+def test_the_text_of_the_file_stays(init: Command) -> None:
+    text = """{ // of a public repository
   "train_batch_size": 1,
-  "gradient_clipping": 1.0,
   "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8, "allgather_bucket_size": 5E+8},
-  "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.00010, "warmup_num_steps": 10}},
-  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.90, 0.999], "eps": 1.0e-8}}
-}"""
-    number = r"(?<![\w.\"])-?\d[\w.+-]*"
-    assert re.findall(number, init(text=text).out) == re.findall(number, text)
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.90, 0.999], "fused": true, "eps": 1.0e-8}} # mine
+}
+"""
+    found = init(text=text)
+    assert found.out == text.replace("AdamW", "Muon").replace('"fused": true, ', "")
+    assert "comments" not in found.err
 
 
 # ---- files that are no JSON, and no ds_config -----------------------------------------------------------
@@ -174,7 +175,28 @@ def test_accelerates_configuration_becomes_two_files(
     pointing = yaml.safe_load((tmp_path / "new_accelerate.yaml").read_text())
     assert pointing["deepspeed_config"] == {"deepspeed_config_file": str(out), "zero3_init_flag": True}
     assert pointing["num_processes"] == 8 and "mixed_precision" not in pointing
-    assert init("--out", out, text=text, file="a.yaml").status == 2, "nothing is overwritten"
+    assert f"accelerate launch --config_file {tmp_path}/new_accelerate.yaml SCRIPT" in err
+    out.unlink()
+    again = init("--out", out, text=text, file="a.yaml")
+    again.must_refuse(
+        "init", f"cannot write {tmp_path}/new_accelerate.yaml: File exists; choose another path with --out"
+    )
+    assert not out.exists(), "one file is not written without the other"
+
+
+def test_a_file_comes_with_the_lines_that_start_a_run(init: Command, tmp_path: Path) -> None:
+    out = tmp_path / "new.json"
+    found = init("--out", out, optimizer=ADAMW)
+    assert found.out == f"wrote {out}\n" and json.loads(out.read_text())["optimizer"]["type"] == "Muon"
+    tools = [line.split()[0] for line in found.err.partition("to start a run")[2].splitlines()[1:] if line]
+    assert tools == ["Trainer", "TRL", "LLaMA-Factory", "ms-swift", "axolotl", "accelerate", "next:"]
+    assert found.err.count(str(out)) == 7 and len(found.err.splitlines()) <= 15
+    assert "to start" not in init(optimizer=ADAMW).err
+    found = init("--out", tmp_path / "commented.json", text='{"optimizer": {"type": "AdamW"}} # mine')
+    assert "tools read plain JSON: first remove comments" in found.err and "Trainer" not in found.err
+    found = init("--out", tmp_path / "no" / "folder.json", optimizer=ADAMW)
+    found_err = found.err.splitlines()[-1]
+    assert found.status == 2 and "folder.json: No such file or directory; choose another path with --out" in found_err
 
 
 YAML = """
@@ -204,7 +226,9 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_yaml_and_hjson_that_hold_a_ds_config(text: str, init: Command) -> None:
-    assert init(text=text, file="ds.json").facts == {
+    found = init(text=text, file="ds.json")
+    assert ("comments  " in found.err and "not kept" in found.err) is (text.startswith(("\n#", "trainer")))
+    assert hjson.loads(found.out) == {
         "train_batch_size": 48,
         "optimizer": {"type": "Muon", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},

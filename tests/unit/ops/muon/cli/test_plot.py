@@ -137,7 +137,7 @@ def test_a_wrong_folder_names_the_nearest(asked: str, words: str, tmp_path: Path
     ds_muon("plot", tmp_path / asked).must_refuse("plot", words.format(tmp_path / "logs" / "small"))
     file = tmp_path / "none" / "a.png"
     found = ds_muon("plot", tmp_path / "logs" / "small", "--out", file)
-    found.must_refuse("plot", f"--out {file}: cannot write this file: No such file or directory")
+    found.must_refuse("plot", f"cannot write {file}: No such file or directory; choose another path with --out")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hjson
 import pytest
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ def converted(name: str, folder: Path, ds_muon: Command) -> dict[str, Any] | str
     plan = ("--config", out, "--model", "helpers.models:Mlp", "--world-size", 2, "--device", "cpu")
     planned = ds_muon("plan", *plan)
     assert planned.status == 0, f"{name}: {planned.err}"
-    return found.facts
+    return hjson.loads(found.out, object_pairs_hook=dict)
 
 
 def surprises(adamw: dict[str, Any], muon: dict[str, Any]) -> list[str]:
