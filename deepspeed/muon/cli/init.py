@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed.muon.cli.accelerate import ds_config_of, with_ds_config_file
+from deepspeed.muon.cli.accelerate import ds_config_of, needs_flag, notes_on, precision_of, with_ds_config_file
 from deepspeed.muon.cli.edit_hjson import edited
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
 from deepspeed.muon.zero.patches import is_muon
 from deepspeed.muon.zero.read_config import (
+    accelerates_ds_config_file,
     find_ds_config,
     is_accelerate_config,
     is_optimizer,
@@ -69,31 +70,68 @@ class Decision(NamedTuple):
     why: str
 
 
-def convert(path: str, out: str = "ds_config.json") -> tuple[dict[str, Any], str]:
-    """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon, as an object and as text.
+class Converted(NamedTuple):
+    """What ``ds_muon init`` has made of a file.
 
-    The file may also be accelerate's own configuration. A ds_config without a section ``optimizer`` is treated as if it
-    had the defaults of torch's AdamW, with the rate of its schedule if that sets one. If any value in such a ds_config
-    is ``"auto"``, its new ``lr`` and ``weight_decay`` are, too, for Hugging Face's Trainer or accelerate to fill in.
+    Attributes:
+        facts: a dict with ``config``, the new ds_config; ``decisions``, a list of :class:`Decision` as dicts; and
+            ``accelerate``, accelerate's new configuration as YAML text, or ``None`` if the file was not accelerate's.
+        text: the new ds_config as text: the file's own, with the changes, if the file is a ds_config in JSON or Hjson;
+            otherwise JSON.
+        launch_flags: flags that ``accelerate launch`` needs next to the new configuration.
+    """
+
+    facts: dict[str, Any]
+    text: str
+    launch_flags: str = ""
+
+
+def convert(path: str, out: str = "ds_config.json") -> Converted:
+    """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon.
+
+    The file may also be accelerate's own configuration, with settings or with the name of a ds_config file. A ds_config
+    without a section ``optimizer`` is treated as if it had the defaults of torch's AdamW, with the rate of its schedule
+    if that sets one. If any value in such a ds_config is ``"auto"``, its new ``lr`` and ``weight_decay`` are, too, for
+    Hugging Face's Trainer or accelerate to fill in.
 
     ``out``: name of the file in which the user will save the new ds_config.
-
-    Returns:
-        A dict and the text of the new ds_config. The dict has ``config``, the new ds_config; ``decisions``, a list of
-        :class:`Decision` as dicts; and ``accelerate``, accelerate's new configuration as YAML text that names ``out``,
-        or ``None`` if the file was not accelerate's. The text is the file's own, with the changes, if the file is a
-        ds_config in JSON or Hjson; otherwise it is JSON.
 
     Raises:
         SettingsError: the file cannot be read, contains no ds_config, or its optimizer is not AdamW.
         MuonConfigError, UnsupportedError: Muon does not support a setting; the message says what to change.
     """
-    whole, decisions, pointing = parse_file(path), list[Decision](), None
-    if is_accelerate_config(whole):
-        section, pointing = ds_config_of(path, whole), with_ds_config_file(whole, out)
+    whole = parse_file(path)
+    if not is_accelerate_config(whole):
+        return _convert(path, whole, find_ds_config(path, whole))
+    named, file = accelerates_ds_config_file(whole), ""
+    if named:
+        files = [str(place) for place in (Path(named), Path(path).parent / named) if place.is_file()]
+        if not files:
+            raise SettingsError(f"--config {path}: deepspeed_config.deepspeed_config_file: there is no file {named}")
+        file = files[0]
+    notes = notes_on(path, whole, out, bool(file))
+    if file:
+        content = parse_file(file)
+        done = _convert(file, content, find_ds_config(file, content))
+        notes.insert(0, ("deepspeed_config.deepspeed_config_file", "changed", f"{out} is {file} for Muon"))
+    else:
+        done = _convert(path, whole, ds_config_of(path, whole))
         why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
-        decisions.append(Decision("deepspeed_config", "fields moved here", why))
-    elif (section := find_ds_config(path, whole)) is not whole:
+        notes.insert(0, ("deepspeed_config", "fields moved here", why))
+    rows = [Decision(*note)._asdict() for note in notes]
+    facts = done.facts | {
+        "decisions": rows + done.facts["decisions"],
+        "accelerate": with_ds_config_file(whole, out),
+    }
+    precision = precision_of(path, whole)
+    flags = f"--mixed_precision {precision} " if needs_flag(precision, bool(file)) else ""
+    return Converted(facts, done.text, flags)
+
+
+def _convert(path: str, whole: Mapping[str, Any], section: Mapping[str, Any]) -> Converted:
+    """Convert the ds_config ``section``, which is part of ``whole``, the content of the file ``path``."""
+    decisions = list[Decision]()
+    if section is not whole and not is_accelerate_config(whole):
         decisions.append(
             Decision("optimizer", "taken", f"from {path}, with the rest of the ds_config that it contains")
         )
@@ -112,8 +150,8 @@ def convert(path: str, out: str = "ds_config.json") -> tuple[dict[str, Any], str
     if has_comments:
         why = f"the result is plain JSON; copy what you need from {path}"
         decisions.append(Decision("comments", "not kept", why))
-    decisions += changes
-    return {"config": config, "decisions": [each._asdict() for each in decisions], "accelerate": pointing}, text
+    rows = [each._asdict() for each in decisions + changes]
+    return Converted({"config": config, "decisions": rows, "accelerate": None}, text)
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
@@ -247,16 +285,15 @@ def _text_of(path: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> 
     return json.dumps(config, indent=2), bool(COMMENT.search(written))
 
 
-def start_lines(config: str, text: str, pointing: Path | None) -> list[tuple[str, str, str]]:
+def start_lines(config: str, done: Converted, pointing: Path | None) -> list[tuple[str, str, str]]:
     """Return (tool, command line, what else to write) for each tool that can start a run with the new ds_config.
 
-    ``config``, ``text``: the ds_config's file, and what it contains. ``pointing``: accelerate's new configuration, if
-    there is one.
+    ``config``: the ds_config's file. ``pointing``: that of accelerate's new configuration, if there is one.
     """
     if pointing:
-        return [("accelerate", f"accelerate launch --config_file {pointing} SCRIPT", DUMMY)]
+        return [("accelerate", f"accelerate launch --config_file {pointing} {done.launch_flags}SCRIPT", DUMMY)]
     try:
-        json.loads(text)
+        json.loads(done.text)
     except ValueError:
         return [
             (

@@ -71,11 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     name, pointing, start = str(args.out or "ds_config.json"), None, []
-    facts, text = convert_config(args.config, name)
+    done = convert_config(args.config, name)
+    facts, text = done.facts, done.text
     if args.out:
         pointing = args.out.with_name(f"{args.out.stem}_accelerate.yaml") if facts["accelerate"] else None
         _write({args.out: f"{text}\n"} | ({pointing: facts["accelerate"]} if pointing else {}))
-        start = start_lines(name, text, pointing)
+        start = start_lines(name, done, pointing)
         text = f"wrote {args.out}" + (f", and {pointing}, which names it" if pointing else "")
     if not args.json:  # to stderr, because stdout is the config
         print(aligned([(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]))

@@ -31,7 +31,9 @@ PLACEHOLDER_LR = 1e-3
 #: With ``parameter_alignment``, each parameter starts at a multiple of this many bytes.
 ALIGNED_BYTES = 16
 #: Keys of accelerate's configuration that no ds_config has. A file with any of them is taken for accelerate's.
-ACCELERATE_KEYS = {"compute_environment", "deepspeed_config", "distributed_type", "fsdp_config", "mixed_precision"}
+ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
+#: Keys of its section ``deepspeed_config``, any of which tells that the file is accelerate's.
+ACCELERATE_FIELDS = {"deepspeed_config_file", "offload_optimizer_device", "zero3_init_flag", "zero_stage"}
 #: Keys under which training tools name the file of their ds_config.
 FILE_KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 #: Keys of training arguments that no ds_config has.
@@ -236,8 +238,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
         SettingsError: the file contains no ds_config, or several. The message says which file to give instead.
     """
     if is_accelerate_config(section):
-        nested = section.get("deepspeed_config")
-        file = nested.get("deepspeed_config_file") if isinstance(nested, Mapping) else None
+        file = accelerates_ds_config_file(section)
         instead = (
             f"give the file that its deepspeed_config_file names, {file}"
             if file
@@ -247,9 +248,13 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
         raise SettingsError(f"--config {path}: this is accelerate's configuration, not a ds_config; {instead}")
     named = next((key for key in FILE_KEYS if isinstance(section.get(key), str)), None)
     if named and not _is_ds_config(section):
-        raise SettingsError(
-            f"--config {path}: not a ds_config, but its key {named} names one; pass --config {section[named]}"
+        file = section[named]
+        instead = (
+            f"pass --config {file}"
+            if Path(file).suffix
+            else f"{file} is the tool's: write it into a file, and pass that"
         )
+        raise SettingsError(f"--config {path}: not a ds_config, but its key {named} names one; {instead}")
     if foreign := sorted(TRAINING_ARGUMENTS & section.keys()):
         raise SettingsError(
             f"--config {path}: this file holds training arguments ({', '.join(foreign)}) and is not a ds_config; pass "
@@ -273,7 +278,16 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
 
 def is_accelerate_config(section: Mapping[str, Any]) -> bool:
     """Return whether a parsed file is accelerate's configuration, as ``accelerate config`` writes it."""
-    return bool(ACCELERATE_KEYS & section.keys()) and not _is_ds_config(section)
+    fields = section.get("deepspeed_config")
+    has_fields = isinstance(fields, Mapping) and bool(ACCELERATE_FIELDS & fields.keys())
+    return (has_fields or bool(ACCELERATE_KEYS & section.keys())) and not _is_ds_config(section)
+
+
+def accelerates_ds_config_file(section: Mapping[str, Any]) -> str | None:
+    """Return the file that accelerate's configuration ``section`` names as its ds_config, ``None`` if there is none."""
+    fields = section.get("deepspeed_config")
+    file = fields.get("deepspeed_config_file") if isinstance(fields, Mapping) else None
+    return str(file) if file and str(file).lower() != "none" else None
 
 
 def is_optimizer(name: str) -> bool:

@@ -246,8 +246,8 @@ FOREIGN = {
     "arguments": ("output_dir: out\nlearning_rate: 1e-4\ngradient_accumulation_steps: 2\n", "training arguments"),
     "fsdp": ("distributed_type: FSDP\nfsdp_config: {}\n", "distributed_type FSDP; expected DEEPSPEED"),
     "points": (
-        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
-        "give the file that its deepspeed_config_file names, ds.json",
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: no.json\n",
+        "deepspeed_config.deepspeed_config_file: there is no file no.json",
     ),
     "list": ("- a\n- b\n", "expected a JSON object, got list"),
     "twice": ("train_batch_size: 1\ntrain_batch_size: 2\n", "keys that occur twice"),
