@@ -28,7 +28,8 @@ def convert(saved: Path, target: Path) -> None:
     if names is None:
         raise CheckpointError(
             "the optimizer states of this stage-0 checkpoint have no parameter names, because stock DeepSpeed or an "
-            "older deepspeed-muon saved it; load it into the unchanged model, and save it again"
+            "older deepspeed-muon saved it; load it into the unchanged model and save it again, or, if AdamW saved it, "
+            "pass its optimizer state and the names to deepspeed.muon.import_state"
         )
     optimizer: dict[str, Any] = model["optimizer"]
     inner, masters = optimizer.get("optimizer_state_dict", optimizer), optimizer.get("fp32_groups")
