@@ -103,12 +103,7 @@ def convert(path: str, out: str = "ds_config.json") -> Converted:
     whole = parse_file(path)
     if not is_accelerate_config(whole):
         return _convert(path, whole, find_ds_config(path, whole))
-    named, file = accelerates_ds_config_file(whole), ""
-    if named:
-        files = [str(place) for place in (Path(named), Path(path).parent / named) if place.is_file()]
-        if not files:
-            raise SettingsError(f"--config {path}: deepspeed_config.deepspeed_config_file: there is no file {named}")
-        file = files[0]
+    file = named_ds_config(path, whole)
     notes = notes_on(path, whole, out, bool(file))
     if file:
         content = parse_file(file)
@@ -126,6 +121,23 @@ def convert(path: str, out: str = "ds_config.json") -> Converted:
     precision = precision_of(path, whole)
     flags = f"--mixed_precision {precision} " if needs_flag(precision, bool(file)) else ""
     return Converted(facts, done.text, flags)
+
+
+def named_ds_config(path: str, whole: Mapping[str, Any]) -> str:
+    """Return the path of the ds_config that accelerate's configuration ``whole`` names; empty if it names none.
+
+    ``path``: the configuration's file; the ds_config is looked for in the current folder, then in that of this file.
+
+    Raises:
+        SettingsError: there is no such file.
+    """
+    named = accelerates_ds_config_file(whole) if is_accelerate_config(whole) else None
+    if not named:
+        return ""
+    for place in (Path(named), Path(path).parent / named):
+        if place.is_file():
+            return str(place)
+    raise SettingsError(f"--config {path}: deepspeed_config.deepspeed_config_file: there is no file {named}")
 
 
 def _convert(path: str, whole: Mapping[str, Any], section: Mapping[str, Any]) -> Converted:

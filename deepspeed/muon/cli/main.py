@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon import errors
+from deepspeed.muon.cli.check import check
 from deepspeed.muon.cli.init import NEXT, start_lines
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import build
@@ -53,8 +54,8 @@ LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ...
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``ds_muon`` with ``arguments`` (``None``: those of the process), and return its exit status.
 
-    The status is 0 if all is well, 1 if ``report`` lists a problem or ``plan --check`` finds an error, and 2 if an
-    argument or a file is wrong.
+    The status is 0 if all is well, 1 if ``report`` lists a problem, ``plan --check`` finds an error or ``init --check``
+    finds that a run would not start, and 2 if an argument or a file is wrong.
     """
     args = parser().parse_args(arguments)
     try:
@@ -70,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    if args.check:
+        if args.out:
+            raise errors.SettingsError("--out works only with --config; otherwise redirect the output: > FILE")
+        return check(args.check)
     name, pointing, start = str(args.out or "ds_config.json"), None, []
     done = convert_config(args.config, name)
     facts, text = done.facts, done.text

@@ -17,6 +17,7 @@ EXPECTED = (
     "package.module:function or path/to/file.py:function"
 )
 OF_INIT = "ds_config.json with optimizer.type AdamW, or without optimizer; or accelerate's YAML"
+OF_CHECK = "say instead whether a run with this ds_config would start, and its learning rates; exit status 1 if not"
 ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; exit status 1 if there is a problem"
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
@@ -33,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     commands = top.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
-    init.add_argument("--config", required=True, help=OF_INIT)
+    source = init.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", help=OF_INIT)
+    source.add_argument("--check", metavar="CONFIG", help=OF_CHECK)
     init.add_argument("--out", type=Path, help="new file for the ds_config; from accelerate's YAML also a new YAML")
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")

@@ -113,6 +113,7 @@ def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[
     "auto", such as ``zero_optimization.reduce_bucket_size``.
     ``stock``: the ``DeepSpeedConfig`` of the ds_config.
     """
+    defaults = [key for key in defaults if not key.startswith("scheduler.")]  # a plan does not depend on its values
     texts = [f"optimizer.params: {', '.join(autos)} filled in by Hugging Face's integration"] if autos else []
     texts += [f"{', '.join(defaults)} taken as DeepSpeed's defaults"] if defaults else []
     if texts:
