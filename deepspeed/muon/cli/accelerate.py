@@ -51,17 +51,18 @@ def fields_of(path: str, section: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         SettingsError: the configuration does not use DeepSpeed.
     """
-    kind = str(section.get("distributed_type", DEEPSPEED)).upper()
+    if (place := section.get("compute_environment") or LOCAL) != LOCAL:
+        raise SettingsError(
+            f"{path}: compute_environment: got {place!r}, expected {LOCAL}, the only one in which accelerate reads a "
+            "section deepspeed_config"
+        )
+    kind = section.get("distributed_type", DEEPSPEED)
+    kind = "NO" if kind is False else str(kind).upper()  # YAML reads NO as false
     fields = section.get("deepspeed_config") or {}
     if kind != DEEPSPEED or not isinstance(fields, Mapping):
         raise SettingsError(
-            f"--config {path}: accelerate's configuration has distributed_type {kind}; expected DEEPSPEED, and a "
-            "section deepspeed_config; run accelerate config and choose DeepSpeed"
-        )
-    if (place := section.get("compute_environment") or LOCAL) != LOCAL:
-        raise SettingsError(
-            f"--config {path}: compute_environment: got {place!r}, expected {LOCAL}, the only one in which accelerate "
-            "reads a section deepspeed_config"
+            f"{path}: accelerate's configuration has distributed_type {kind}; expected DEEPSPEED, and a section "
+            "deepspeed_config; run accelerate config and choose DeepSpeed"
         )
     return fields
 
@@ -71,7 +72,7 @@ def precision_of(path: str, section: Mapping[str, Any]) -> str:
     old = "fp16" if section.get("fp16") else "no"  # as accelerate reads files of its first versions
     precision = str(section.get("mixed_precision", old) or "no").lower()
     if precision not in PRECISIONS:
-        raise SettingsError(f"--config {path}: mixed_precision: got {precision!r}, expected {', '.join(PRECISIONS)}")
+        raise SettingsError(f"{path}: mixed_precision: got {precision!r}, expected {', '.join(PRECISIONS)}")
     return precision
 
 
@@ -89,11 +90,9 @@ def ds_config_of(path: str, section: Mapping[str, Any]) -> dict[str, Any]:
         key, folder = f"offload_{part}_device", f"offload_{part}_nvme_path"
         device = str(fields.get(key) or "none").lower()
         if device not in ("none", "cpu", "nvme"):
-            raise SettingsError(
-                f"--config {path}: deepspeed_config.{key}: got {fields[key]!r}, expected none, cpu or nvme"
-            )
+            raise SettingsError(f"{path}: deepspeed_config.{key}: got {fields[key]!r}, expected none, cpu or nvme")
         if device == "nvme" and not fields.get(folder):
-            raise SettingsError(f"--config {path}: deepspeed_config.{folder}: expected a folder, because {key} is nvme")
+            raise SettingsError(f"{path}: deepspeed_config.{folder}: expected a folder, because {key} is nvme")
         if device != "none":
             zero[f"offload_{part}"] = {"device": device} | ({"nvme_path": fields[folder]} if device == "nvme" else {})
     if fields.get("zero3_save_16bit_model") is not None:
@@ -134,7 +133,7 @@ def notes_on(path: str, section: Mapping[str, Any], out: str, has_file: bool) ->
     fields, precision = fields_of(path, section), precision_of(path, section)
     if has_file and (refused := [key for key in MOVED if key in fields]):
         raise SettingsError(
-            f"--config {path}: deepspeed_config: accelerate refuses {', '.join(refused)} next to "
+            f"{path}: deepspeed_config: accelerate refuses {', '.join(refused)} next to "
             "deepspeed_config_file; write them into that file"
         )
     found = []
@@ -173,4 +172,4 @@ def _number(path: str, fields: Mapping[str, Any], key: str, default: Any, kind: 
     try:
         return kind(str(value))
     except ValueError:
-        raise SettingsError(f"--config {path}: deepspeed_config.{key}: got {value!r}, expected a number") from None
+        raise SettingsError(f"{path}: deepspeed_config.{key}: got {value!r}, expected a number") from None

@@ -137,7 +137,7 @@ def named_ds_config(path: str, whole: Mapping[str, Any]) -> str:
     for place in (Path(named), Path(path).parent / named):
         if place.is_file():
             return str(place)
-    raise SettingsError(f"--config {path}: deepspeed_config.deepspeed_config_file: there is no file {named}")
+    raise SettingsError(f"{path}: deepspeed_config.deepspeed_config_file: there is no file {named}")
 
 
 def _convert(path: str, whole: Mapping[str, Any], section: Mapping[str, Any]) -> Converted:

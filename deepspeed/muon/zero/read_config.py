@@ -224,11 +224,11 @@ def parse_file(path: str) -> dict[str, Any]:
         if section is None:
             section = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except OSError as error:
-        raise SettingsError(f"--config {path}: {error.strerror}") from None
+        raise SettingsError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise SettingsError(f"--config {path}: cannot be read as JSON, Hjson or YAML: {error}") from None
+        raise SettingsError(f"{path}: cannot be read as JSON, Hjson or YAML: {error}") from None
     if not isinstance(section, dict):
-        raise SettingsError(f"--config {path}: expected a JSON object, got {type(section).__name__}")
+        raise SettingsError(f"{path}: expected a JSON object, got {type(section).__name__}")
     return section
 
 
@@ -246,7 +246,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
             else f"ds_muon init --config {path} --out ds_config.json writes a ds_config from it, which its "
             "deepspeed_config_file then names"
         )
-        raise SettingsError(f"--config {path}: this is accelerate's configuration, not a ds_config; {instead}")
+        raise SettingsError(f"{path}: this is accelerate's configuration, not a ds_config; {instead}")
     named = next((key for key in FILE_KEYS if isinstance(section.get(key), str)), None)
     if named and not _is_ds_config(section):
         file = section[named]
@@ -255,10 +255,10 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
             if Path(file).suffix
             else f"{file} is the tool's: write it into a file, and pass that"
         )
-        raise SettingsError(f"--config {path}: not a ds_config, but its key {named} names one; {instead}")
+        raise SettingsError(f"{path}: not a ds_config, but its key {named} names one; {instead}")
     if foreign := sorted(TRAINING_ARGUMENTS & section.keys()):
         raise SettingsError(
-            f"--config {path}: this file holds training arguments ({', '.join(foreign)}) and is not a ds_config; pass "
+            f"{path}: this file holds training arguments ({', '.join(foreign)}) and is not a ds_config; pass "
             "the file that the script gets as --deepspeed"
         )
     parts = dict(_nested_ds_configs(section))
@@ -272,7 +272,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
         hints = [f"ds_configs lie under {', '.join(parts)}; write one of them into a file"]
     top_level = ", ".join(list(section)[:6]) or "none"
     raise SettingsError(
-        f"--config {path}: not a ds_config: DeepSpeed knows none of its top-level keys ({top_level}); "
+        f"{path}: not a ds_config: DeepSpeed knows none of its top-level keys ({top_level}); "
         + (" ".join(hints) or "expected keys such as optimizer or zero_optimization")
     )
 
@@ -325,7 +325,7 @@ def _parse_yaml(path: str, text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise SettingsError(f"--config {path}: PyYAML is needed to read YAML; run pip install pyyaml") from None
+        raise SettingsError(f"{path}: PyYAML is needed to read YAML; run pip install pyyaml") from None
 
     # Refuses a key that occurs twice, reads 1e-4 as a number (YAML 1.2), and leaves dates as strings.
     class Loader(yaml.SafeLoader):

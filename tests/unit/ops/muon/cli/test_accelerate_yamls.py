@@ -72,6 +72,16 @@ def test_accelerate_starts_the_same_run(
     assert rest[0] == rest[1]
 
 
+def test_the_line_for_accelerate_starts_a_ds_config(launched: Callable, ds_muon: Callable, tmp_path: Path) -> None:
+    """The one that `init` prints next to a ds_config that was not made from accelerate's own file."""
+    (tmp_path / "ds.json").write_text(DS_CONFIG)
+    err = ds_muon("init", "--config", tmp_path / "ds.json", "--out", tmp_path / "new.json").err
+    flags = err.partition("accelerate launch ")[2].partition(" SCRIPT")[0].split()
+    _, variables = launched(*flags)
+    with patch_environment(**variables):
+        assert DeepSpeedPlugin().deepspeed_config["optimizer"]["type"] == "Muon"
+
+
 @pytest.mark.parametrize(("text", "words"), REFUSED)
 def test_what_accelerate_would_not_start_with_deepspeed_is_refused_by_name(
     text: str, words: str, ds_muon: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -264,7 +264,7 @@ def test_mistakes_are_named_as_they_are_written(given: dict[str, Any], words: st
         (["--wrld-size", "4"], "unknown flag --wrld-size; did you mean --world-size?"),
         (["--world-size", "0"], "--world-size: got '0', expected a whole number of at least 1"),
         (["--stage", "4"], "--stage: invalid choice: 4 (choose from 0, 1, 2, 3)"),
-        (["--config", "nope.json"], "ds_muon plan: --config nope.json: No such file or directory\n"),
+        (["--config", "nope.json"], "ds_muon plan: nope.json: No such file or directory\n"),
     ],
     ids=" ".join,
 )

@@ -260,7 +260,7 @@ def test_a_file_that_is_no_ds_config_is_refused(name: str, init: Command, ds_muo
     text, words = FOREIGN[name]
     found = init(text=text, file="some.yaml")
     found.must_refuse("init", words, lines=None)
-    assert found.err.startswith("ds_muon init: --config ")
+    assert found.err.startswith(f"ds_muon init: {tmp_path}/some.yaml: ")
     found = ds_muon("plan", "--config", tmp_path / "some.yaml", "--model", "x", "--world-size", 1)
     found.must_refuse("plan", "", lines=None)
 

@@ -150,6 +150,17 @@ mixed_precision: fp8"""
     + REST,
     "a short one, of a tutorial": "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {zero_stage: 3}\n",
     "a ds_config file": "deepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}" + REST,
+    "a ds_config file, a launcher, and little else": """
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: ds.json
+  deepspeed_multinode_launcher: standard
+num_machines: 2
+num_processes: 16
+machine_rank: 1
+main_process_ip: 10.0.0.1
+main_process_port: 20055
+""",
     "a ds_config file, and the precision": "deepspeed_config: {deepspeed_config_file: ds.json}\nmixed_precision: bf16"
     + REST,
     "a file called none": "deepspeed_config: {deepspeed_config_file: none, zero_stage: 1}" + REST,
@@ -165,7 +176,11 @@ deepspeed_config:
 #: (Text, what the refusal says)
 REFUSED = [
     ("distributed_type: MULTI_GPU\ndeepspeed_config: {}\n", "distributed_type MULTI_GPU; expected DEEPSPEED"),
-    ("compute_environment: AMAZON_SAGEMAKER\ndeepspeed_config: {}\n", "compute_environment: got 'AMAZON_SAGEMAKER'"),
+    ("distributed_type: NO\ndeepspeed_config: {}\nmixed_precision: fp16\n", "distributed_type NO; expected DEEPSPEED"),
+    (
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nec2_instance_type: one\n",
+        "compute_environment: got 'AMAZON_SAGEMAKER'",
+    ),
     ("deepspeed_config: {zero_stage: two}" + REST, "deepspeed_config.zero_stage: got 'two', expected a number"),
     ("deepspeed_config: {gradient_clipping: off}" + REST, "gradient_clipping: got False, expected a number"),
     ("deepspeed_config: {gradient_accumulation_steps: 1.5}" + REST, "accumulation_steps: got 1.5, expected a number"),
