@@ -73,10 +73,12 @@ class QKClip:
         self._frozen: set[str] = set()
         self._step = step
         # Imported here because torch's causal masks load its compiler, which takes a second.
-        from deepspeed.muon.qk_clip.watch import AttentionWatch
+        from deepspeed.muon.qk_clip.watch import AttentionWatch, remove_hooks
 
         self.watch = AttentionWatch(layers, options.logits, step)
-        weakref.finalize(self, self.watch.close)
+        # Of the handles only: the watch leads to the model, whose parameters may lead to this object.
+        #: Removes the hooks from the model, at the latest when this object is gone.
+        self.close = weakref.finalize(self, remove_hooks, self.watch.hooks)
         self._parts: dict[Tensor, list[_HeadPart]] = {}
         self._group: Any = None
         self._device = torch.device("cpu")

@@ -8,7 +8,7 @@ While the forward of an attention module runs, a ``TorchFunctionMode`` intercept
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.numerics import fixed_numerics
@@ -49,7 +50,8 @@ class AttentionWatch:
         #: Module -> how many of its forwards were recorded and not yet recomputed during backward. If the first forward
         #: ran without gradients (``use_reentrant=True``), the recomputation is recorded instead.
         self._watched_forwards: Counter[nn.Module] = Counter()
-        self._hooks = [
+        #: Handles of the hooks in the model, for :func:`remove_hooks`.
+        self.hooks = [
             hook
             for module in layers
             for hook in (
@@ -70,11 +72,6 @@ class AttentionWatch:
         while self._running:  # forwards that a KeyboardInterrupt ended before their hooks could run
             if (calls := self._running.pop()) is not None:
                 calls.__exit__(None, None, None)
-
-    def close(self) -> None:
-        """Remove the watch's hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -114,6 +111,12 @@ class AttentionWatch:
                 found = largest_logits(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._number)
             before = self.largest.get(layer.name)
             self.largest[layer.name] = found if before is None else torch.maximum(before, found)
+
+
+def remove_hooks(hooks: Iterable[RemovableHandle]) -> None:
+    """Remove hooks from the modules that have them; a second call does nothing."""
+    for hook in hooks:
+        hook.remove()
 
 
 class _AttentionCalls(TorchFunctionMode):

@@ -253,6 +253,12 @@ def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
+def _destroy(original: Callable, self: Any) -> None:
+    """Replace ``DeepSpeedEngine.destroy``: call the original, then release what else would outlive the engine."""
+    original(self)
+    self.muon_adapter.release()
+
+
 def _with_muon(function: Callable) -> Callable:
     """Return a function that calls ``function`` if an engine has a MuonWithAuxAdam, otherwise the original method."""
 
@@ -278,6 +284,7 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): _with_muon(take_step),
     Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _with_muon(_get_optimizer_param),
     Seam(_ENGINE, "DeepSpeedEngine.compile"): _with_muon(_compile),
+    Seam(_ENGINE, "DeepSpeedEngine.destroy"): _with_muon(_destroy),
     Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): _with_muon(save_load.save_checkpoint),
     Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): _with_muon(save_load.load_checkpoint),
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,

@@ -119,6 +119,12 @@ class Adapter:
         if self.optimizer.qk_clip:
             self.optimizer.qk_clip.watch.clear()
 
+    def release(self) -> None:
+        """Release what the model or DeepSpeed would keep of a destroyed engine: QK-clip's hooks and scratch memory."""
+        self.optimizer.workspace.clear()
+        if self.optimizer.qk_clip:
+            self.optimizer.qk_clip.close()
+
     def resident_partitions(self) -> Iterator[Partition]:
         """Yield each :class:`Partition` of the optimizer, with its tensors in memory even if NVMe holds them.
 

@@ -117,6 +117,18 @@ class Stage3(Adapter):
             self.replace("state_dict", self._save_weights)
             self.optimizer.saved_form.read = partial(nvme.mapped_if_swapped, self.wrapper)
 
+    def release(self) -> None:
+        """Make DeepSpeed also forget the model, and so the engine: its modules stay in a list and a cache otherwise."""
+        from deepspeed.runtime.zero import parameter_offload
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+        super().release()
+        running, modules = getattr(parameter_offload, "FWD_MODULE_STACK", []), set(self.engine.module.modules())
+        running[:] = [module for module in running if module not in modules]
+        cached = getattr(PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__params_to_release", None)
+        for cell in getattr(cached, "__closure__", None) or ():  # its decorator hides the cache in a closure
+            getattr(cell.cell_contents, "cache_clear", int)()
+
     def _save_weights(self, original: Callable) -> dict[str, Any]:
         """Replace the wrapper's ``state_dict``, so that it includes the fp32 weights that lie in files on NVMe."""
         saved = original()
