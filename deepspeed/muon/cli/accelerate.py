@@ -156,7 +156,8 @@ def notes_on(path: str, section: Mapping[str, Any], out: str, has_file: bool) ->
             "kept, without effect",
             f"accelerate has no such field; a key of DeepSpeed's goes into {out}",
         )
-        for key in fields.keys() - {*MOVED, *KEPT}
+        for key in fields
+        if key not in (*MOVED, *KEPT)
     ]
 
 

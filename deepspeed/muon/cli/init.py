@@ -45,18 +45,22 @@ KEPT = {"bias_correction"} & MuonConfig.model_fields.keys()
 NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows which parameters go to Muon, and the cost"
 #: What a script without the Trainer passes to accelerate where the ds_config has an optimizer.
 DUMMY = "a SCRIPT without the Trainer passes accelerate's DummyOptim"
-#: (Tool, how to start a run with the ds_config ``{0}``, what else to write) for tools that use DeepSpeed.
+#: (Tool, how to start a run on N ranks with the ds_config ``{0}``, what else to write) for tools that use DeepSpeed.
 START = (
-    ("Trainer", "deepspeed SCRIPT --deepspeed {0}", ""),
-    ("TRL", "trl sft --config sft.yaml --deepspeed {0}", ""),
+    ("Trainer", "deepspeed --num_gpus N SCRIPT --deepspeed {0}", ""),
+    ("TRL", "trl sft --config sft.yaml --num_processes N --deepspeed {0}", ""),
     ("LLaMA-Factory", "FORCE_TORCHRUN=1 llamafactory-cli train sft.yaml deepspeed={0}", "no use_muon in sft.yaml"),
     (
         "ms-swift",
-        "swift sft sft.yaml --deepspeed {0} --external_plugins plugin.py --optimizer deepspeed",
+        "NPROC_PER_NODE=N swift sft sft.yaml --deepspeed {0} --external_plugins plugin.py --optimizer deepspeed",
         "plugin.py of examples/ms_swift",
     ),
-    ("axolotl", "axolotl train sft.yaml --launcher torchrun", "in sft.yaml deepspeed: {0}, and no optimizer"),
-    ("accelerate", "accelerate launch --use_deepspeed --deepspeed_config_file {0} SCRIPT", DUMMY),
+    (
+        "axolotl",
+        "axolotl train sft.yaml --launcher torchrun -- --nproc_per_node N",
+        "in sft.yaml deepspeed: {0}, and no optimizer",
+    ),
+    ("accelerate", "accelerate launch --use_deepspeed --num_processes N --deepspeed_config_file {0} SCRIPT", DUMMY),
 )
 #: Matches a comment in YAML or Hjson.
 COMMENT = re.compile(r"(?:^|\s)(?:#|//|/\*)")
@@ -109,6 +113,8 @@ def convert(path: str, out: str = "ds_config.json") -> Converted:
         content = parse_file(file)
         done = _convert(file, content, find_ds_config(file, content))
         notes.insert(0, ("deepspeed_config.deepspeed_config_file", "changed", f"{out} is {file} for Muon"))
+        if _has_comments(path):
+            notes.append(("comments", "not kept", f"in accelerate's new configuration; copy what you need from {path}"))
     else:
         done = _convert(path, whole, ds_config_of(path, whole))
         why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
@@ -158,12 +164,12 @@ def _convert(path: str, whole: Mapping[str, Any], section: Mapping[str, Any]) ->
         what = "kept" if schedule.sets_cycle_momentum else "on by default"
         changes.append(Decision("scheduler.params.cycle_momentum", what, momentum.partition(" ")[2]))
     read_settings(path, config, world_size=1)  # raises what the engine would raise
-    text, has_comments = _text_of(path, whole, config)
-    if has_comments:
+    text = _text_of(path, whole, config)
+    if text is None and _has_comments(path):
         why = f"the result is plain JSON; copy what you need from {path}"
         decisions.append(Decision("comments", "not kept", why))
     rows = [each._asdict() for each in decisions + changes]
-    return Converted({"config": config, "decisions": rows, "accelerate": None}, text)
+    return Converted({"config": config, "decisions": rows, "accelerate": None}, text or json.dumps(config, indent=2))
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
@@ -284,17 +290,22 @@ def _muon_default(key: str) -> str:
     return str(list(default) if isinstance(default, tuple) else default)
 
 
-def _text_of(path: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return ``config`` as text, and whether the file ``path`` has comments that this text lacks.
+def _text_of(path: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Return the text of the file ``path`` with the changes that make it ``config``.
 
-    ``whole``: the content of the file. The text is the file's own, with the changes, if ``whole`` is the ds_config and
-    is written in JSON or Hjson.
+    ``None`` if that is not possible, because the file is YAML, or because ``config`` is only a part of ``whole``, its
+    content.
     """
-    written = Path(path).read_bytes().decode("utf-8-sig")
-    text = None if Path(path).suffix in (".yaml", ".yml") else edited(written, whole, config)
-    if text is not None:
-        return text.rstrip(), False
-    return json.dumps(config, indent=2), bool(COMMENT.search(written))
+    text = None if Path(path).suffix in (".yaml", ".yml") else edited(_read(path), whole, config)
+    return None if text is None else text.rstrip()
+
+
+def _has_comments(path: str) -> bool:
+    return COMMENT.search(_read(path)) is not None
+
+
+def _read(path: str) -> str:
+    return Path(path).read_bytes().decode("utf-8-sig")  # keeps the ends of lines, unlike read_text
 
 
 def start_lines(config: str, done: Converted, pointing: Path | None) -> list[tuple[str, str, str]]:

@@ -86,7 +86,7 @@ def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if not args.json:  # to stderr, because stdout is the config
         print(aligned([(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]))
         if start:
-            print(f"\nto start a run (docs/frameworks.md says more):\n{aligned(start)}\n")
+            print(f"\nto start a run on N ranks (docs/frameworks.md says more):\n{aligned(start)}\n")
         elif facts["accelerate"]:
             print(f"\naccelerate's configuration, if this one is saved as {name} (--out FILE writes both):\n")
             print(facts["accelerate"])

@@ -188,7 +188,7 @@ def test_a_file_comes_with_the_lines_that_start_a_run(init: Command, tmp_path: P
     out = tmp_path / "new.json"
     found = init("--out", out, optimizer=ADAMW)
     assert found.out == f"wrote {out}\n" and json.loads(out.read_text())["optimizer"]["type"] == "Muon"
-    tools = [line.split()[0] for line in found.err.partition("to start a run")[2].splitlines()[1:] if line]
+    tools = [line.split()[0] for line in found.err.partition("to start a run on N ranks")[2].splitlines()[1:] if line]
     assert tools == ["Trainer", "TRL", "LLaMA-Factory", "ms-swift", "axolotl", "accelerate", "next:"]
     assert found.err.count(str(out)) == 7 and len(found.err.splitlines()) <= 15
     assert "to start" not in init(optimizer=ADAMW).err

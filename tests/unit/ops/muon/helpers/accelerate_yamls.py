@@ -156,7 +156,7 @@ deepspeed_config:
   deepspeed_config_file: ds.json
   deepspeed_multinode_launcher: standard
 num_machines: 2
-num_processes: 16
+num_processes: 16 # eight on each
 machine_rank: 1
 main_process_ip: 10.0.0.1
 main_process_port: 20055
