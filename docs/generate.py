@@ -191,8 +191,9 @@ what the parameter does meanwhile. Afterwards it trains with the state that it h
 - With Muon, a matrix without a gradient and its momentum stay constant at every stage, as a parameter without `grad`
   does in torch ([decision 30](../decisions/0030-matrices-without-a-gradient.md)).
 - Parameters that Muon leaves to AdamW are updated as by DeepSpeed's AdamW: at stages 1 to 3 ZeRO passes gradients of
-  zeros, so moments and weight decay still act. To keep such a parameter constant, set the `lr` of its group to 0, or
-  save, freeze it and load by names into a new engine.
+  zeros, so moments and weight decay still act. At stage 3 DeepSpeed's AdamW trains a layer that is left out on its
+  last gradient; this Muon does not, in either half. To keep such a parameter constant, set the `lr` of its group to 0,
+  or save, freeze it and load by names into a new engine.
 - *Never trained*: ZeRO's partitions lack what is frozen when the engine is built. AdamW trains it at stage 0, Muon does
   not; it warns, and names the parameters. Save and load by names, as in the row *unfrozen*.
 """

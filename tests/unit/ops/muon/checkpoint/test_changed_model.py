@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepspeed.muon import CheckpointError, MuonConfigError
 from deepspeed.muon.zero.checkpoint.changed_model import renames_allowed
+from helpers import nvme
 from helpers.changed_models import (
     ADAMW,
     CHANGES,
@@ -36,9 +37,12 @@ from helpers.changed_models import (
     weights,
 )
 from helpers.distributed import run
+from helpers.engine_state import differing, master_weights, named_states
+from helpers.logs import logged
+from helpers.models import train_engine
 from helpers.oracles import adam_update, clipped, gradients_of, muon_update
 from helpers.paths import DOCS
-from helpers.training import BF16_OPTIMIZER, ORACLE
+from helpers.training import BF16_OPTIMIZER, MOMENTA, ORACLE
 
 PAGE = DOCS / "evidence" / "changed-models.md"
 
@@ -96,6 +100,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (BF16_OPTIMIZER, {"stage": 2, "dtype": "fp16", "offload": True}),
     ({"stage": 0}, {"stage": 2, "dtype": "bf16"}),
     ({"stage": 2, "dtype": "bf16"}, {"stage": 0}),
+    ({"stage": 3, "optimizer": MOMENTA["int8"]}, {"stage": 1}),
 ]
 
 
@@ -115,6 +120,31 @@ def test_states_go_to_other_precisions_and_in_and_out_of_offload(
     assert all(
         weight.isfinite().all() and not weight.equal(found["loaded"][name]) for name, weight in found["trained"].items()
     )
+
+
+def wide_states(unused: bool, loads: bool, folder: str, swap: str, **config: Any) -> dict[str, Tensor]:
+    """Train a wide model, with or without unused layers, and save, or load what was saved; return all state by name."""
+    device = {"device": "cpu"} if config.pop("in_memory", False) else {}
+    with logged():
+        engine = nvme.nvme_engine(int(loads), unused, folder=f"{folder}/{swap}", **MATCH, **device, **config)
+        if loads:
+            engine.load_checkpoint(folder)
+        else:
+            train_engine(engine, 2)
+            engine.save_checkpoint(folder)
+    found = master_weights(engine) | named_states(engine)
+    train_engine(engine, 1)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.time_limit(1200)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("loader", [{}, {"in_memory": True}], ids=["NVMe", "memory"])
+def test_states_on_nvme_are_matched(loader: dict[str, Any], tmp_path: Path) -> None:
+    old = nvme.run(wide_states, 2, unused=True, loads=False, folder=str(tmp_path), swap="a")[0]
+    new = nvme.run(wide_states, 2, unused=False, loads=True, folder=str(tmp_path), swap="b", **loader)[0]
+    assert old.keys() > new.keys() and differing(new, {name: old[name] for name in new}) == []
 
 
 # ---- beside AdamW -----------------------------------------------------------------------------------------------
@@ -142,10 +172,11 @@ def test_what_muon_leaves_to_adamw_does_as_deepspeeds_adamw(event: str, stage: i
     """In mid-run, too. All parameters are left to AdamW, with DeepSpeed's settings."""
     params = ADAMW["params"] | {"betas": [0.9, 0.999], "eps": 1e-8, "muon_exclude": ".*"}
     params.pop("torch_adam")
-    section = {"type": "Muon", "params": params}
-    ours, theirs = (run(through, 2, event=event, optimizer=each, stage=stage)[0][1] for each in (section, ADAMW))
+    ours = run(through, 2, event=event, optimizer={"type": "Muon", "params": params}, stage=stage)[0][1]
+    # At stage 3 DeepSpeed's AdamW trains a layer that is left out on its last gradient.
+    theirs = run(through, 2, event=event, optimizer=ADAMW, stage=min(stage, 2))[0][1]
     for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-7)
 
 
 # ---- what the log says, and what is refused ---------------------------------------------------------------------
