@@ -150,6 +150,21 @@ def configure_scheduler(original: Callable, engine: Any) -> None:
     engine.client_lr_scheduler = client
 
 
+def apply_schedule(engine: Any) -> None:
+    """Set the groups' learning rates to those at the schedule's position. Call it after a load that set none.
+
+    A schedule that loads its state moves without setting rates, so that the next step would have those of its start.
+    """
+    scheduler = engine.lr_scheduler
+    if getattr(scheduler, "last_batch_iteration", -1) >= 0:  # DeepSpeed's
+        rates = scheduler.get_lr()
+    else:  # torch's; DeepSpeed's at its start, which has set its rates
+        rates = getattr(scheduler, "_last_lr", ())
+    if rates and hasattr(scheduler, "optimizer"):
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate
+
+
 def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     """Check the config's schedule before ZeRO allocates memory, and log warnings about doubtful values.
 

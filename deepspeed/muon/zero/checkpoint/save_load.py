@@ -28,6 +28,7 @@ from deepspeed.muon.zero.checkpoint.nvme_load import loading_with_nvme
 from deepspeed.muon.zero.checkpoint.safe_load import read_model
 from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
+from deepspeed.muon.zero.scheduler_section import apply_schedule
 from deepspeed.muon.zero.wrappers.loss_scale import keeping_scaler
 
 #: The most problems or tags that one error lists.
@@ -201,6 +202,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         # Gradients of an unfinished step belong to the weights from before the load.
         engine.micro_steps -= _micro_batches_done(engine)
         adapter.drop_gradients()
+        if is_changed or not compatibility.loads_states(arguments):  # otherwise the groups have the checkpoint's rates
+            apply_schedule(engine)
         prepare_plans(engine)  # the load may have changed choices of kernels and owners, which all ranks must share
         compatibility.warn_of_rates(engine, rates)
         is_stage_0 = engine.zero_optimization_stage() == 0  # under ZeRO the engine does this itself

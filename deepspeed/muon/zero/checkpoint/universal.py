@@ -40,6 +40,7 @@ from deepspeed.muon.state_import import (
 )
 from deepspeed.muon.zero.checkpoint.safe_load import read_states
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
+from deepspeed.muon.zero.scheduler_section import apply_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
@@ -71,6 +72,8 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
         if load_optimizer_states and opened.is_ours:
             _load_second_moments(engine, optimizer, opened)
             _load_settings(adapter.wrapper, optimizer, opened)
+        else:
+            apply_schedule(engine)
         if engine.global_rank == 0:
             log_import(optimizer, opened.source, actions)
             if not opened.is_ours:
