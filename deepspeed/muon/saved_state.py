@@ -2,8 +2,8 @@
 """The form in which the optimizer's state is saved: what ``state_dict`` and ``load_state_dict`` add to torch's.
 
 DeepSpeed's converter to universal checkpoints knows the state keys ``exp_avg``, ``exp_avg_sq`` and ``step`` only. So an
-engine's checkpoint stores Muon's momentum as ``exp_avg``, and as ``exp_avg_sq`` NaNs that take one element of storage.
-An AdamW that loads them fails in its first step; with zeros its updates would be some 30 times too large.
+engine's checkpoint stores Muon's momentum as ``exp_avg``, and as ``exp_avg_sq`` minus infinity, in one element of
+storage. An AdamW that loads it gets NaN in its first step; with zeros its updates would be some 30 times too large.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SavedForm:
         if self.is_convertible and MOMENTUM in entry:
             momentum = entry.pop(MOMENTUM)
             # The keys that DeepSpeed's converter knows. The expanded scalar takes one element of storage in the file.
-            entry |= {"exp_avg": momentum, "exp_avg_sq": momentum.new_full((), math.nan).expand(momentum.shape)}
+            entry |= {"exp_avg": momentum, "exp_avg_sq": momentum.new_full((), -math.inf).expand(momentum.shape)}
         return entry
 
     # ---- loading ------------------------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ def optimizer_states(folder: Path, ranks: int) -> list[Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two nested containers hold equal values; NaNs, which stand for no second moments, are equal."""
+    """Return whether two nested containers hold bitwise equal values."""
     if torch.is_tensor(left):
-        return left.shape == right.shape and bool(((left == right) | (left.isnan() & right.isnan())).all())
+        return torch.equal(left, right)
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
