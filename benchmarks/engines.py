@@ -19,7 +19,7 @@ ENDS = ("destroy", "del")
 
 
 def engines(world: int = 1, stages: tuple[int, ...] = (1, 3), count: int = 50, width: int = 256) -> str:
-    """What a process holds after 2 engines, and after many more: Muon and AdamW, dropped after `destroy()` or without.
+    """What `count` more engines add to a process that has dropped two: Muon and AdamW, with `destroy()` or without.
 
     Args:
         world: ranks

@@ -3,7 +3,8 @@
 
 DeepSpeed's converter to universal checkpoints knows the state keys ``exp_avg``, ``exp_avg_sq`` and ``step`` only. So an
 engine's checkpoint stores Muon's momentum as ``exp_avg``, and as ``exp_avg_sq`` minus infinity, in one element of
-storage. An AdamW that loads it gets NaN in its first step; with zeros its updates would be some 30 times too large.
+storage. An AdamW that loads it gets NaN in its first step; with zeros its updates would be too large,
+by up to 32 times at a beta2 of 0.999.
 """
 
 from __future__ import annotations

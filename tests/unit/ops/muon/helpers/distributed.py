@@ -39,7 +39,7 @@ GRACE = 5.0
 MAX_THREADS = 40
 """Threads of a rank from which on its pool is replaced; those of groups that an engine keeps alive poll for ever."""
 MAX_BYTES = 2**31
-"""Memory of a rank from which on its pool is replaced; engines at stage 3 are never freed."""
+"""Memory of a rank from which on its pool is replaced; at stage 3 those of DeepSpeed's AdamW are never freed."""
 TAIL = 4000
 """Characters of each rank's output shown with a failure."""
 STOCKS_OWN = re.compile(r"(?!.*deepspeed/muon/)(.*in _dist_allgather_fn\)){2,}")

@@ -86,7 +86,7 @@ def join(collective_timeout: float) -> None:
     distributed_c10d.default_pg_timeout = timeout
     deepspeed.init_distributed("gloo", timeout=timeout)
     _mend_gathers()
-    # One for all jobs: engines at stage 3 are never freed, with any optimizer, and keep the one they were made with.
+    # One for all jobs: engines of DeepSpeed's AdamW at stage 3 are never freed, and keep the one they were made with.
     import_module("deepspeed.utils.groups")._clone_world_group()
 
 
