@@ -20,7 +20,7 @@ MOVED = (
     "offload_param_nvme_path",
     "zero3_save_16bit_model",
 )
-#: Fields that accelerate's launcher reads next to a ds_config file, too.
+#: Fields that accelerate also reads when ``deepspeed_config_file`` is set.
 KEPT = (
     "deepspeed_config_file",
     "deepspeed_exclusion_filter",
@@ -37,8 +37,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp8": {"bf16": {"enabled": True}},
     "no": {},
 }
-
-
 #: ``distributed_type`` and ``compute_environment`` of a configuration for DeepSpeed.
 DEEPSPEED, LOCAL = "DEEPSPEED", "LOCAL_MACHINE"
 

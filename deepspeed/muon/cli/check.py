@@ -20,7 +20,7 @@ from deepspeed.muon.zero.read_config import (
 )
 
 #: Beginnings of the notes on a ds_config that are about a run, and not about a plan.
-OF_A_RUN = ("auto:", "not checked", "scheduler.")
+RUN_NOTE_PREFIXES = ("auto:", "not checked", "scheduler.")
 
 
 def check(path: str) -> tuple[dict[str, Any], str]:
@@ -46,8 +46,8 @@ def check(path: str) -> tuple[dict[str, Any], str]:
     try:
         config = convert(path).facts["config"] if is_converted else dict(section)
         settings = read_settings(path, config, world_size=1)
-        notes = [note for note in settings.notes if note.startswith(OF_A_RUN)]
-        if config["optimizer"].get("params", {}).get("lr") == "auto":
+        notes = [note for note in settings.notes if note.startswith(RUN_NOTE_PREFIXES)]
+        if (config["optimizer"].get("params") or {}).get("lr") == "auto":
             notes.append(f"auto in optimizer.params: the rates are those of lr {PLACEHOLDER_LR:g}")
         found = forecast_rates(settings.config, config.get("scheduler"))
     except (MuonConfigError, SettingsError, UnsupportedError) as error:

@@ -308,13 +308,13 @@ def _read(path: str) -> str:
     return Path(path).read_bytes().decode("utf-8-sig")  # keeps the ends of lines, unlike read_text
 
 
-def start_lines(config: str, done: Converted, pointing: Path | None) -> list[tuple[str, str, str]]:
+def start_lines(config: str, done: Converted, accelerate_file: Path | None) -> list[tuple[str, str, str]]:
     """Return (tool, command line, what else to write) for each tool that can start a run with the new ds_config.
 
-    ``config``: the ds_config's file. ``pointing``: that of accelerate's new configuration, if there is one.
+    ``config``: the ds_config's file. ``accelerate_file``: that of accelerate's new configuration, if there is one.
     """
-    if pointing:
-        return [("accelerate", f"accelerate launch --config_file {pointing} {done.launch_flags}SCRIPT", DUMMY)]
+    if accelerate_file:
+        return [("accelerate", f"accelerate launch --config_file {accelerate_file} {done.launch_flags}SCRIPT", DUMMY)]
     try:
         json.loads(done.text)
     except ValueError:

@@ -75,14 +75,14 @@ def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if args.out:
             raise errors.SettingsError("--out works only with --config; otherwise redirect the output: > FILE")
         return check(args.check)
-    name, pointing, start = str(args.out or "ds_config.json"), None, []
+    name, accelerate_file, start = str(args.out or "ds_config.json"), None, []
     done = convert_config(args.config, name)
     facts, text = done.facts, done.text
     if args.out:
-        pointing = args.out.with_name(f"{args.out.stem}_accelerate.yaml") if facts["accelerate"] else None
-        _write({args.out: f"{text}\n"} | ({pointing: facts["accelerate"]} if pointing else {}))
-        start = start_lines(name, done, pointing)
-        text = f"wrote {args.out}" + (f", and {pointing}, which names it" if pointing else "")
+        accelerate_file = args.out.with_name(f"{args.out.stem}_accelerate.yaml") if facts["accelerate"] else None
+        _write({args.out: f"{text}\n"} | ({accelerate_file: facts["accelerate"]} if accelerate_file else {}))
+        start = start_lines(name, done, accelerate_file)
+        text = f"wrote {args.out}" + (f", and {accelerate_file}, which names it" if accelerate_file else "")
     if not args.json:  # to stderr, because stdout is the config
         print(aligned([(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]))
         if start:

@@ -69,7 +69,10 @@ def forecast_rates(config: MuonConfig, section: Any) -> RateForecast:
     if not name:
         why = "constant, unless the script passes a scheduler, as Hugging Face's Trainer does"
         return RateForecast([RateAt(0, why, *_rates(optimizer))], [])
-    params, notes = _filled(dict(section.get("params") or {}), optimizer.defaults["lr"])
+    params = section.get("params") or {}
+    if not isinstance(params, Mapping):
+        raise SettingsError(f"scheduler.params: expected an object, got {params!r}")
+    params, notes = _filled(params, optimizer.defaults["lr"])
     lr_schedules.logger.disabled = True  # it warns of a rate before the first step, which is what this is about
     try:
         scheduler = _built(optimizer, name, params)
@@ -89,7 +92,7 @@ def forecast_rates(config: MuonConfig, section: Any) -> RateForecast:
     return RateForecast(rates, notes)
 
 
-def _filled(params: dict[str, Any], lr: float) -> tuple[dict[str, Any], list[str]]:
+def _filled(params: Mapping[str, Any], lr: float) -> tuple[dict[str, Any], list[str]]:
     """Return ``scheduler.params`` with placeholders for each "auto" that tools fill in, and notes on these.
 
     ``lr``: the optimizer's learning rate.
@@ -97,7 +100,7 @@ def _filled(params: dict[str, Any], lr: float) -> tuple[dict[str, Any], list[str
     autos = [key for key in PLACEHOLDERS if params.get(key) == "auto"]
     filled = {key: lr if PLACEHOLDERS[key] is None else PLACEHOLDERS[key] for key in autos}
     taken = ", ".join(f"{key} {value:g}" for key, value in filled.items())
-    return params | filled, [f"auto in scheduler.params: the rates are those of {taken}"] if taken else []
+    return {**params, **filled}, [f"auto in scheduler.params: the rates are those of {taken}"] if taken else []
 
 
 def _built(optimizer: MuonWithAuxAdam, name: str, params: dict[str, Any]) -> Any:

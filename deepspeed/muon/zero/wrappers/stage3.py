@@ -127,7 +127,8 @@ class Stage3(Adapter):
         running[:] = [module for module in running if module not in modules]
         cached = getattr(PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__params_to_release", None)
         for cell in getattr(cached, "__closure__", None) or ():  # its decorator hides the cache in a closure
-            getattr(cell.cell_contents, "cache_clear", int)()
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
     def _save_weights(self, original: Callable) -> dict[str, Any]:
         """Replace the wrapper's ``state_dict``, so that it includes the fp32 weights that lie in files on NVMe."""

@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,9 @@ LONG = dict.fromkeys(("total_num_steps", "total_steps", "T_max", "total_iters", 
 
 
 @pytest.fixture
-def check(tmp_path: Path, ds_muon: Command) -> Command:
-    """Calls `ds_muon init --check` for a file with these sections, or with this text."""
-
-    def call(*flags: Any, text: str = "", file: str = "ds.json", **config: Any) -> Any:
-        (tmp_path / file).write_text(text or json.dumps(config))
-        return ds_muon("init", "--check", tmp_path / file, *flags)
-
-    return call
+def check(init_with: Command) -> Command:
+    """Calls `ds_muon init --check`."""
+    return partial(init_with, "--check")
 
 
 def engine_rates(cases: list[tuple[dict[str, Any], int]]) -> list[list[tuple[float, float]]]:
@@ -213,6 +209,9 @@ def test_files_that_contain_a_ds_config_or_name_one(name: str, check: Command, t
 def test_wrong_calls(check: Command, ds_muon: Command, tmp_path: Path) -> None:
     check(text="- a\n", file="list.yaml").must_refuse("init", "expected a JSON object, got list")
     check(text="a: 1\n", file="some.yaml").must_refuse("init", "not a ds_config")
+    assert check(optimizer={"type": "Muon", "params": None}).status == 0
+    found = check(optimizer=OPTIMIZER, scheduler={"type": "WarmupLR", "params": [1]})
+    assert found.status == 1 and "scheduler.params: expected an object, got [1]" in found.out
     check("--out", "x.json", optimizer=OPTIMIZER).must_refuse("init", "--out works only with --config")
     check("--config", "x.json", optimizer=OPTIMIZER).must_refuse("init", "not allowed with argument")
     ds_muon("init").must_refuse("init", "one of the arguments --config --check is required")

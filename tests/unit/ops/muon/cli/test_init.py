@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,9 @@ Command = Callable[..., Any]
 
 
 @pytest.fixture
-def init(tmp_path: Path, ds_muon: Command) -> Command:
-    """Calls `ds_muon init` for a file with these sections, or with this text."""
-
-    def call(*flags: Any, text: str = "", file: str = "ds.json", **config: Any) -> Any:
-        (tmp_path / file).write_text(text or json.dumps(config))
-        return ds_muon("init", "--config", tmp_path / file, *flags)
-
-    return call
+def init(init_with: Command) -> Command:
+    """Calls `ds_muon init --config`."""
+    return partial(init_with, "--config")
 
 
 @pytest.fixture
