@@ -20,27 +20,38 @@ def requirements(name: str) -> list[str]:
     return [line for line in (raw.partition("#")[0].strip() for raw in lines) if line]
 
 
-def ahead_of_time() -> dict:
-    """csrc/muon compiled into the package, for ``DS_BUILD_MUON=1 pip install --no-build-isolation``."""
-    if os.environ.get("DS_BUILD_MUON", "0") != "1":
-        return {}
+def with_compiled_kernels() -> dict:
+    """csrc/muon compiled into the package, for ``DS_BUILD_MUON=1 pip wheel --no-build-isolation``.
+
+    There is a module for every common level of vector instructions, of which the CPU chooses at import. They work with
+    the torch that compiled them, which the version names, such as ``0.2.0+torch2.13``.
+    """
     os.environ["DS_MUON_AUTOLOAD"] = "0"  # an installed version must not be imported in place of this one
+    import torch
     from torch.utils.cpp_extension import BuildExtension
 
     import deepspeed
 
     deepspeed.__path__.insert(0, str(ROOT / "deepspeed"))
-    from deepspeed.muon.kernels.builder import MuonBuilder
+    from deepspeed.muon.kernels.builder import MuonBuilder, capabilities_in_wheel
 
-    extension = MuonBuilder().builder()
-    extension.sources = [os.path.relpath(path, ROOT) for path in extension.sources]
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+    extensions = [MuonBuilder(capability).builder() for capability in capabilities_in_wheel()]
+    for extension in extensions:
+        extension.sources = [os.path.relpath(path, ROOT) for path in extension.sources]
+        extension.extra_link_args.append("-Wl,--strip-debug")  # Python's own flags may contain -g
+    torch_version = ".".join(torch.__version__.split(".")[:2])
+    return {
+        "version": f"{version}+torch{torch_version}",
+        "ext_modules": extensions,
+        "cmdclass": {"build_ext": BuildExtension},
+    }
 
 
 version = re.search(r'__version__ = "(.+?)"', (ROOT / "deepspeed/muon/version.py").read_text()).group(1)
 
+is_compiled = os.environ.get("DS_BUILD_MUON", "0") == "1"
+
 setup(
-    version=version,
     packages=[*find_namespace_packages(include=["deepspeed.muon", "deepspeed.muon.*"]), "deepspeed.muon.csrc"],
     package_dir={"deepspeed.muon.csrc": "csrc/muon"},
     package_data={
@@ -51,5 +62,5 @@ setup(
     py_modules=["deepspeed_muon"],
     install_requires=requirements("requirements"),
     extras_require={name: requirements(f"requirements-{name}") for name in ("example", "dev", "hopper", "plot")},
-    **ahead_of_time(),
+    **(with_compiled_kernels() if is_compiled else {"version": version}),
 )

@@ -4,7 +4,8 @@
 1. The archives hold what they should, and the wheel nothing else.
 2. The wheel installs with the torch and DeepSpeed of ``requirements-dev.txt`` and trains with ``"type": "Muon"``.
 3. DeepSpeed can be installed again beside it, and it still trains.
-4. Once it is uninstalled, DeepSpeed's files are as they were installed and ``"Muon"`` is stock's again.
+4. A wheel with compiled kernels, built in that environment, trains with them where there is no compiler.
+5. Once it is uninstalled, DeepSpeed's files are as they were installed and ``"Muon"`` is stock's again.
 
 pip takes torch from the indexes it is set up with; a CPU build is enough. ``train`` and ``intact`` run in the fresh
 environment, by its own Python.
@@ -22,7 +23,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
@@ -32,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "requirements" / "requirements-dev.txt"
 #: The module of the optimizer that ``"type": "Muon"`` builds, with and without this package.
 OURS, STOCK = "deepspeed.muon.optimizer", "deepspeed.runtime.zero.muon.muon_optimizer"
+#: ATen's name for the vector instructions of a CPU -> the kernels that a compiled wheel has for them.
+KERNELS = {"avx2": "C++ (AVX2)", "avx512": "C++ (AVX512)"}
 STEPS = 10
 
 
@@ -56,6 +59,16 @@ def main() -> None:
             python("-m", "pip", "install", "--force-reinstall", "--no-deps", "-c", PINS, "deepspeed")
         with step("train"):
             python(*TRAIN, OURS)
+        with step("build a wheel with compiled kernels"):
+            python("-m", "pip", "install", "-c", PINS, "setuptools")
+            compiled = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", folder / "compiled", ROOT)
+            python(*compiled, env={"DS_BUILD_MUON": "1"})
+            (wheel,) = folder.glob("compiled/*.whl")
+        with step(f"install {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB"):
+            python("-m", "pip", "install", "--force-reinstall", "--no-deps", wheel)
+        for capability, kernels in KERNELS.items():
+            with step(f"train with {kernels}, without a compiler"):
+                python(*TRAIN, OURS, kernels, env=without_a_compiler(folder) | {"ATEN_CPU_CAPABILITY": capability})
         with step("uninstall deepspeed-muon"):
             python("-m", "pip", "uninstall", "-y", "deepspeed-muon")
         with step("train with stock's Muon; DeepSpeed's files are untouched"):
@@ -85,13 +98,22 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
 def python_of(folder: Path) -> Callable[..., str]:
     """Runs the fresh environment's Python in ``folder``, out of reach of the checkout and of the caller's settings."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "AUTOLOAD" not in k}
-    env = inherited | {
+    own = inherited | {
         "PATH": f"{folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}",
         "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    return lambda *arguments: run(folder / "venv/bin/python", *arguments, cwd=folder, env=env)
+
+    def python(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str:
+        return run(folder / "venv/bin/python", *arguments, cwd=folder, env=own | dict(env or {}))
+
+    return python
+
+
+def without_a_compiler(folder: Path) -> dict[str, str]:
+    """The environment of a machine that has no compiler and has compiled nothing."""
+    return {"PATH": str(folder / "venv/bin"), "CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(folder / "empty")}
 
 
 # ---- the archives ---------------------------------------------------------------------------------------
@@ -128,8 +150,11 @@ def compare(what: str, found: set[str], expected: set[str]) -> None:
 TRAIN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, "train")
 
 
-def train(module: str) -> None:
-    """A few steps at ZeRO stage 2, on one of two ranks: the loss falls, and the optimizer is that of ``module``."""
+def train(module: str, kernels: str | None = None) -> None:
+    """A few steps at ZeRO stage 2, on one of two ranks: the loss falls, and the optimizer is that of ``module``.
+
+    ``kernels``: the name of the table of kernels that it must use.
+    """
     import torch
     from torch import nn
 
@@ -153,6 +178,7 @@ def train(module: str) -> None:
     optimizer = engine.basic_optimizer
     assert type(optimizer).__module__ == module, type(optimizer)
     assert any(group["use_muon"] for group in optimizer.param_groups)
+    assert kernels is None or optimizer.context.kernels.name == kernels, optimizer.context.kernels.name
     assert losses[-1] < losses[0], losses
 
 
@@ -176,8 +202,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
             main()
-        case ["train", module]:
-            train(module)
+        case ["train", module, *kernels]:
+            train(module, *kernels)
         case ["intact", *alone]:
             intact(bool(alone))
         case _:

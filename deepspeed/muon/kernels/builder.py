@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build csrc/muon as DeepSpeed builds its own ops: with ninja at first use, or by ``DS_BUILD_MUON=1 pip install``."""
+"""Build csrc/muon as DeepSpeed builds its own ops: with ninja at first use, or into a wheel by ``DS_BUILD_MUON=1``."""
 
 from __future__ import annotations
 
@@ -35,18 +35,34 @@ def cpu_capability() -> str:
     return next((name for name in CAPABILITIES if found.startswith(name)), "DEFAULT")
 
 
+def capabilities_in_wheel() -> tuple[str, ...]:
+    """Return the capabilities for which a wheel for this type of machine has a module each.
+
+    Of x86-64 they are the levels v3 and v4; older CPUs build a module at first use.
+    """
+    return ("AVX2", "AVX512") if platform.machine() == "x86_64" else ("DEFAULT",)
+
+
 class MuonBuilder(CPUOpBuilder):
-    """The DeepSpeed op builder of Muon's C++ kernels for the CPU. With CPU offload, GPU machines use them, too."""
+    """The DeepSpeed op builder of Muon's C++ kernels for the CPU. With CPU offload, GPU machines use them, too.
+
+    ``capability``: the key of :data:`CAPABILITIES` to build for, by default that of this CPU.
+    """
 
     BUILD_VAR = "DS_BUILD_MUON"
     NAME = "muon"
 
-    def __init__(self) -> None:
+    def __init__(self, capability: str | None = None) -> None:
         super().__init__(name=self.NAME)
+        self.capability = capability or cpu_capability()
+
+    def module_name(self) -> str:
+        """Return the name of the compiled module without its package, such as ``muon_avx2``."""
+        return f"{self.NAME}_{self.capability.lower()}"
 
     def absolute_name(self) -> str:
-        """Return the import name of the module that ``DS_BUILD_MUON=1 pip install`` builds."""
-        return f"deepspeed.muon.kernels.{self.NAME}_op"
+        """Return the import name of the module in a wheel."""
+        return f"deepspeed.muon.kernels.{self.module_name()}"
 
     def sources(self) -> list[str]:
         """Return the paths of the C++ files: in the installed package, or in ``csrc/muon`` of a checkout."""
@@ -55,15 +71,14 @@ class MuonBuilder(CPUOpBuilder):
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
 
     def cxx_args(self) -> list[str]:
-        """Return the compiler flags, with the vector instructions of :func:`cpu_capability`, not ``-march=native``."""
+        """Return the compiler flags, with the vector instructions of the capability, not ``-march=native``."""
         # Machines of one capability share a build, and -march=native may use instructions that some of them lack.
         # Without contraction, bits do not depend on how a loop is compiled. The linker does not get -fopenmp, because
         # the threads must be those of torch's own copy of the library.
-        capability = cpu_capability()
-        vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]  # as ATen's own files have it
+        vectors = [f"-DCPU_CAPABILITY={self.capability}", f"-DCPU_CAPABILITY_{self.capability}"]  # as ATen's files
         threads = ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
         amd = ["-D__HIP_PLATFORM_AMD__=1"] if torch.version.hip else []  # which torch's headers ask for
-        return ["-O3", "-Wno-reorder", *CAPABILITIES[capability], *vectors, *threads, "-ffp-contract=off", *amd]
+        return ["-O3", "-Wno-reorder", *CAPABILITIES[self.capability], *vectors, *threads, "-ffp-contract=off", *amd]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the kernels can be built: their sources, a C++ compiler and torch 2.6 or later are installed.
@@ -84,7 +99,7 @@ class MuonBuilder(CPUOpBuilder):
         return False
 
     def load(self, verbose: bool = False) -> Any:
-        """Return the C++ module: an existing build for this torch and CPU or, if there is none, a new one.
+        """Return the C++ module: of the wheel, or of an earlier start; if neither fits this torch and CPU, a new one.
 
         Raises:
             Exception: of any type: there is no compiler, the build failed, or another process builds for too long.
@@ -100,7 +115,7 @@ class MuonBuilder(CPUOpBuilder):
         """
         from torch.utils.cpp_extension import _get_build_directory
 
-        name, digest = f"{self.NAME}_{cpu_capability().lower()}", hashlib.sha256()
+        name, digest = self.module_name(), hashlib.sha256()
         headers = {header for source in self.sources() for header in Path(source).parent.glob("*.h")}
         for file in (*map(Path, self.sources()), *sorted(headers)):
             digest.update(f"{file.name}\n".encode() + file.read_bytes())
@@ -176,11 +191,18 @@ class MuonBuilder(CPUOpBuilder):
             return None
 
     def _installed(self) -> Any:
-        """Return the module that ``pip install`` built; ``None`` if it is missing or for another torch or CPU."""
+        """Return the module of the installed wheel; ``None`` if the wheel has none, or one for another torch."""
+        if importlib.util.find_spec(self.absolute_name()) is None:
+            return None
         try:
             module = importlib.import_module(self.absolute_name())
-        except ImportError:  # not built, or built for another torch
-            return None
-        is_this_torch = module.torch_version == ".".join(torch.__version__.split(".")[:2])
-        runs_here = torch.backends.cpu.get_cpu_capability().startswith((module.cpu_capability, "AVX512"))
-        return module if is_this_torch and runs_here else None
+        except ImportError:  # it needs functions that this torch lacks
+            module = None
+        if module is not None and module.torch_version == ".".join(torch.__version__.split(".")[:2]):
+            return module
+        logger.info(
+            "deepspeed-muon: the C++ kernels of the installed wheel are not used, because they are for another torch "
+            "than %s",
+            torch.__version__,
+        )
+        return None

@@ -3,7 +3,6 @@
 
 import errno
 import fcntl
-import importlib
 import multiprocessing
 import os
 import random
@@ -16,8 +15,9 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -58,20 +58,30 @@ def test_ds_report_lists_it_while_installed() -> None:
     assert "muon" in ALL_OPS
 
 
-def test_a_module_built_ahead_is_taken_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on a CPU that lacks its instructions, nor with another torch."""
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
+def test_the_module_of_a_wheel_is_the_one_for_this_cpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used with the torch that compiled it; with another one, or if it cannot be loaded, the log says so."""
     ours = ".".join(torch.__version__.split(".")[:2])
-    for built, here, version, is_taken in (
-        ("AVX2", "AVX2", ours, True),
-        ("AVX2", "AVX512", ours, True),
-        ("AVX512", "AVX2", ours, False),
-        ("AVX2", "DEFAULT", ours, False),
-        ("AVX2", "AVX2", "1.0", False),
-    ):
-        module = SimpleNamespace(torch_version=version, cpu_capability=built)
-        monkeypatch.setattr(importlib, "import_module", lambda name, module=module: module)
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda here=here: here)
-        assert MuonBuilder()._installed() is (module if is_taken else None), (built, here, version)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    name = f"deepspeed.muon.kernels.muon_{capability.lower()}"
+    assert MuonBuilder()._installed() is None, "an installation from source has none"
+    for version, is_used in ((ours, True), ("1.0", False)):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.torch_version = version  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+        with logged() as said:
+            assert MuonBuilder()._installed() is (module if is_used else None)
+        assert [line.endswith(f"for another torch than {torch.__version__}") for line in said] == [True] * (not is_used)
+
+
+def test_a_module_of_a_wheel_that_cannot_be_loaded_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It needs functions that another torch lacks: Python raises ImportError."""
+    (tmp_path / f"{MuonBuilder().module_name()}{EXTENSION_SUFFIXES[0]}").write_text("not a library")
+    monkeypatch.setattr(deepspeed.muon.kernels, "__path__", [str(tmp_path)])
+    with logged() as said:
+        assert MuonBuilder()._installed() is None
+    assert len(said) == 1
 
 
 LACKS: list[tuple[Any, str, Any, str]] = [
