@@ -196,6 +196,7 @@ ELSEWHERE = {
     r"^(trl|\w+=\w+ (llamafactory-cli|swift)|axolotl) |tiny_model\.py|openrlhf": "test_integrators.py",
     r"^accelerate launch|--deepspeed ds_config_muon|^python train\.py": "test_frameworks.py",
     r"^python experiments\.py": "test_experiments.py",
+    r"examples/staged|two_stages\.py": "test_staged.py",
 }
 """What is not run here."""
 SMALL = "--steps 4 --layers 1 --width 32 --heads 2 --context 16 --eval-every 2 --eval-batches 1 --precision fp32"
