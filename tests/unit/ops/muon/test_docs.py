@@ -21,6 +21,7 @@ from helpers.distributed import run
 from helpers.models import MODELS, initialize_, train_engine
 from helpers.parity import CELLS
 from helpers.paths import DOCS, EXAMPLES, PACKAGE, ROOT, TESTS
+from helpers.ports import free_port
 from helpers.training import ds_config, fp32_weights, make_engine
 
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -223,6 +224,7 @@ HERE = {page: [text for text in commands(page) if not re.search("|".join(ELSEWHE
 
 def shell(command: str, folder: Path) -> str:
     """The output of a command in the folder, with the environment of these tests first on the path."""
+    command = re.sub(r"\bdeepspeed --num_gpus", f"deepspeed --master_port {free_port()} --num_gpus", command)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     options = {"cwd": folder, "env": os.environ | env | {"PATH": path}, "timeout": 600}

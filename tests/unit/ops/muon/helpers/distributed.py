@@ -8,7 +8,6 @@ which has imported torch, DeepSpeed and the package, forks their ranks.
 import atexit
 import os
 import pickle
-import random
 import re
 import signal
 import socket
@@ -29,6 +28,7 @@ import psutil
 from deepspeed.muon.exchange.collective_recorder import first_mismatch
 from helpers import extensions
 from helpers.paths import TESTS
+from helpers.ports import free_port
 
 START_TIMEOUT = 300.0
 """Seconds in which the server must be ready, and the ranks of a new pool must meet."""
@@ -51,15 +51,6 @@ Reply = tuple[str, Any]
 
 class RankError(AssertionError):
     """A rank raised, died or did not answer in time."""
-
-
-def _free_port() -> int:
-    """Return a port on which nothing listens, below those that Linux takes for outgoing connections, such as gloo's."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def environment(rank: int, world_size: int, port: int, extra: dict[str, str]) -> dict[str, str]:
@@ -216,7 +207,7 @@ class Pool:
         self.closed, self.checks = False, checks
         self.ranks: list[Rank] = []
         self.logs = tempfile.TemporaryDirectory(prefix="muon_ranks_")
-        port = _free_port()
+        port = free_port()
         try:
             for rank in range(world_size):
                 log = Path(self.logs.name) / f"rank{rank}.log"
