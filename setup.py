@@ -21,10 +21,10 @@ def requirements(name: str) -> list[str]:
 
 
 def with_compiled_kernels() -> dict:
-    """csrc/muon compiled into the package, for ``DS_BUILD_MUON=1 pip wheel --no-build-isolation``.
+    """Return what compiles csrc/muon into the package, for ``DS_BUILD_MUON=1 pip wheel --no-build-isolation``.
 
-    There is a module for every common level of vector instructions, of which the CPU chooses at import. They work with
-    the torch that compiled them, which the version names, such as ``0.2.0+torch2.13``.
+    There is a module for each common level of vector instructions; at import the CPU's own level is chosen. They work
+    with the torch that compiled them, which the version names, such as ``0.2.0+torch2.13``.
     """
     os.environ["DS_MUON_AUTOLOAD"] = "0"  # an installed version must not be imported in place of this one
     import torch

@@ -36,9 +36,9 @@ def cpu_capability() -> str:
 
 
 def capabilities_in_wheel() -> tuple[str, ...]:
-    """Return the capabilities for which a wheel for this type of machine has a module each.
+    """Return the capabilities that a wheel for this machine type has a module for.
 
-    Of x86-64 they are the levels v3 and v4; older CPUs build a module at first use.
+    For x86-64 they are its levels v3 and v4; older CPUs build a module at first use.
     """
     return ("AVX2", "AVX512") if platform.machine() == "x86_64" else ("DEFAULT",)
 
@@ -132,16 +132,10 @@ class MuonBuilder(CPUOpBuilder):
             return module
         if not self.is_compatible(verbose):
             raise RuntimeError(self.error_log)
-        is_logging_rank = os.environ.get("RANK", "0") == "0"
-        if is_logging_rank:
-            logger.info(
-                "deepspeed-muon: compiling the C++ kernels for the CPU; this takes about a minute, and later runs "
-                "reuse them"
-            )
+        _log_on_rank_0("compiling the C++ kernels for the CPU; this takes about a minute, and later runs reuse them")
         with build_lock(path.with_suffix(".lock")) as keeps_out_all:
             module = self._imported(path) or self._build(path, keeps_out_all, verbose)
-        if is_logging_rank:
-            logger.info("deepspeed-muon: the C++ kernels are ready after %.0f s", time.perf_counter() - began)
+        _log_on_rank_0("the C++ kernels are ready after %.0f s", time.perf_counter() - began)
         return module
 
     def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
@@ -196,13 +190,15 @@ class MuonBuilder(CPUOpBuilder):
             return None
         try:
             module = importlib.import_module(self.absolute_name())
-        except ImportError:  # it needs functions that this torch lacks
-            module = None
-        if module is not None and module.torch_version == ".".join(torch.__version__.split(".")[:2]):
-            return module
-        logger.info(
-            "deepspeed-muon: the C++ kernels of the installed wheel are not used, because they are for another torch "
-            "than %s",
-            torch.__version__,
-        )
+            if module.torch_version == ".".join(torch.__version__.split(".")[:2]):
+                return module
+            reason = f"they are for torch {module.torch_version}, this is {torch.__version__}"
+        except ImportError as error:  # this torch or the C library lacks functions that it needs
+            reason = str(error)
+        _log_on_rank_0("the C++ kernels of the installed wheel are not used, because %s", reason)
         return None
+
+
+def _log_on_rank_0(text: str, *values: Any) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(f"deepspeed-muon: {text}", *values)
