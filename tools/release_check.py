@@ -112,7 +112,7 @@ def python_of(folder: Path) -> Callable[..., str]:
 
 
 def without_a_compiler(folder: Path) -> dict[str, str]:
-    """The environment of a machine that has no compiler and has compiled nothing."""
+    """Return the environment of a machine that has no compiler and has compiled nothing."""
     return {"PATH": str(folder / "venv/bin"), "CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(folder / "empty")}
 
 
@@ -153,13 +153,17 @@ TRAIN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __
 def train(module: str, kernels: str | None = None) -> None:
     """A few steps at ZeRO stage 2, on one of two ranks: the loss falls, and the optimizer is that of ``module``.
 
-    ``kernels``: the name of the table of kernels that it must use.
+    ``kernels``: the name of the table of kernels that it must use, without a compiler.
     """
     import torch
     from torch import nn
 
-    from deepspeed import initialize
+    from deepspeed import initialize, ops
 
+    if kernels:
+        ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # DeepSpeed compiles it where there is no GPU; gloo instead
+        )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     inputs, targets = torch.randn(64, 32), torch.randn(64, 8)
