@@ -161,9 +161,8 @@ def train(module: str, kernels: str | None = None) -> None:
     from deepspeed import initialize, ops
 
     if kernels:
-        ops.__compatible_ops__["deepspeed_shm_comm"] = (
-            False  # DeepSpeed compiles it where there is no GPU; gloo instead
-        )
+        # Where there is no GPU, DeepSpeed compiles an extension for collectives; without it they are gloo's.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     inputs, targets = torch.randn(64, 32), torch.randn(64, 8)
