@@ -26,12 +26,13 @@ template <typename T>
 void compute(
   const Panel<T>& panel, const Symmetric<T>& p, const T* x, T* out, int64_t columns, bool tall, const Tile& tile) {
   T* to = out + tile.i * columns + tile.j;
+  const T* left = (tall ? x : p.rest) + tile.i * p.size;
   if constexpr (std::is_same_v<T, float>) {
     const Sums sums{to, columns};
-    panel.multiply(tall ? x : p.rest, p.size, tile, sums);
+    panel.multiply(left, p.size, tile, sums);
   } else {
     Buffer buffer;
-    panel.multiply(tall ? x : p.rest, p.size, tile, buffer.sums());
+    panel.multiply(left, p.size, tile, buffer.sums());
     const T* from = x + tile.i * columns + tile.j;
     const float* d = p.diagonal + (tall ? tile.j : tile.i);
     with_width(tile.columns, [&](auto width) {

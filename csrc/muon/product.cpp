@@ -59,7 +59,7 @@ void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>
     for_lower_tiles(size, first, count, [&](const Tile& tile) {
       Buffer buffer;
       const Sums sums = out[n].sums(tile, buffer.sums());
-      panel.multiply(a[n].rest, size, tile, sums);
+      panel.multiply(a[n].rest + tile.i * size, size, tile, sums);
       complete(a[n], b[n], by, sums, tile);
       out[n].store(sums, tile);
     });

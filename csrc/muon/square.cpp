@@ -14,39 +14,41 @@ void square_wide(const T* x, int64_t depth, const Symmetrics<T>& out) {
     for_lower_tiles(size, first, count, [&](const Tile& tile) {
       Buffer buffer;
       const Sums sums = out[n].sums(tile, buffer.sums());
-      panel.multiply(rows, depth, tile, sums);
+      panel.multiply(rows + tile.i * depth, depth, tile, sums);
       out[n].store(sums, tile);
     });
   });
 }
 
-// Rows of a tall matrix that are multiplied together: their transpose and their panel fit into the cache of a core.
+// Rows of a tall matrix that are multiplied together: their panel fits into the cache of a core.
 template <typename T>
 constexpr int64_t kRows = 1024 / sizeof(T);
 
-// Transposes as many rows at a time as the cache keeps until they are used. Each adds to the sums, of which those of
-// 16-bit numbers need room of their own.
+// Takes kRows rows at a time, and transposes the columns of a tile where it needs them. Each time adds to the sums, of
+// which those of 16-bit numbers need room of their own.
 template <typename T>
 void square_tall(const T* x, int64_t depth, const Symmetrics<T>& out) {
   const int64_t size = out.size;
   for_panels<T, 8>(out.batch, size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     thread_local Scratch of_left, of_sums;
     constexpr int64_t kStride = kRows<T> + 64 / sizeof(T);  // a power of two would use few sets of the cache
-    T* left = of_left.get<T>(size * kStride);
+    T* left = of_left.get<T>(kTile * kStride);
     float* apart = of_sums.get<float>(std::is_same_v<T, float> ? 0 : size * count);
     for (int64_t k = 0; k < depth; k += kRows<T>) {
       const int64_t rows = std::min(kRows<T>, depth - k);
       const T* block = x + (n * depth + k) * size;
-      transpose(block + first, size, left + first * kStride, kStride, rows, size - first);
       panel.pack_columns(block, size, rows, first, count);
-      for_lower_tiles(size, first, count, [&](const Tile& tile) {
-        const int64_t at = std::is_same_v<T, float> ? 0 : tile.i * count + tile.j - first;
-        const Sums sums = out[n].sums(tile, {apart + at, count});
-        panel.multiply(left, kStride, tile, sums, k > 0);
-        if (k + rows == depth) {
-          out[n].store(sums, tile);
-        }
-      });
+      for (int64_t i = first; i < size; i += kTile) {
+        transpose(block + i, size, left, kStride, rows, std::min(kTile, size - i));
+        for_tiles_of_rows(size, i, first, count, [&](const Tile& tile) {
+          const int64_t at = std::is_same_v<T, float> ? 0 : tile.i * count + tile.j - first;
+          const Sums sums = out[n].sums(tile, {apart + at, count});
+          panel.multiply(left + (tile.i - i) * kStride, kStride, tile, sums, k > 0);
+          if (k + rows == depth) {
+            out[n].store(sums, tile);
+          }
+        });
+      }
     }
   });
 }

@@ -83,21 +83,25 @@ inline std::pair<at::Tensor, bool> base_of(const at::Tensor& x) {
   return x.is_contiguous() ? std::pair(x, false) : std::pair(x.mT(), true);
 }
 
+// Calls body for the tiles on and below the diagonal in rows [i, i + kTile) and columns [first, first + count).
+template <typename Body>
+void for_tiles_of_rows(int64_t size, int64_t i, int64_t first, int64_t count, const Body& body) {
+  const int64_t rows = std::min(kTile, size - i);
+  for (int64_t j = first; j < std::min(first + count, i); j += kTile) {
+    body(Tile{i, j, rows, kTile});
+  }
+  if (i < first + count) {
+    for (int64_t top = i; top < i + rows; top += kDiagonalRows) {
+      const int64_t height = std::min(kDiagonalRows, size - top);
+      body(Tile{top, i, height, top + height - i});
+    }
+  }
+}
+
 // Calls body for the tiles on and below the diagonal in columns [first, first + count), row by row.
 template <typename Body>
 void for_lower_tiles(int64_t size, int64_t first, int64_t count, const Body& body) {
-  for (int64_t i = first; i < size; i += kTile) {
-    const int64_t rows = std::min(kTile, size - i);
-    for (int64_t j = first; j < std::min(first + count, i); j += kTile) {
-      body(Tile{i, j, rows, kTile});
-    }
-    if (i < first + count) {
-      for (int64_t top = i; top < i + rows; top += kDiagonalRows) {
-        const int64_t height = std::min(kDiagonalRows, size - top);
-        body(Tile{top, i, height, top + height - i});
-      }
-    }
-  }
+  for (int64_t i = first; i < size; i += kTile) for_tiles_of_rows(size, i, first, count, body);
 }
 
 }  // namespace muon

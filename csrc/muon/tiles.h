@@ -78,18 +78,12 @@ void with_width(int64_t width, const Body& body) {
   }
 }
 
-// Transposes a block of rows x columns, each at most 64 bytes of T.
-template <typename T>
-inline void transpose_block(
-  const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns) {
-  at::vec::transpose_mxn<T>(from, from_stride, to, to_stride, rows, columns);
-}
-
 #if defined(CPU_CAPABILITY_AVX512)
-// A whole block of fp32 in registers: at::vec's goes through memory, and takes more than twice as long.
-inline void transpose_whole_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-  __m512 a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(from + i * from_stride);
+// Transposes 16 x 16 words in registers, and calls store with the place of each new row and the row: at::vec's goes
+// through memory, and takes more than twice as long.
+template <typename Store>
+inline void transpose_words(__m512 (&a)[16], const Store& store) {
+  __m512 b[16];
   for (int i = 0; i < 16; i += 2) {
     b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
     b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
@@ -107,33 +101,59 @@ inline void transpose_whole_block(const float* from, int64_t from_stride, float*
   for (int i = 0; i < 4; ++i) {
     const __m512 up = even(a[i], a[i + 4]), down = even(a[i + 8], a[i + 12]);
     const __m512 up_odd = odd(a[i], a[i + 4]), down_odd = odd(a[i + 8], a[i + 12]);
-    _mm512_storeu_ps(to + i * to_stride, even(up, down));
-    _mm512_storeu_ps(to + (i + 4) * to_stride, even(up_odd, down_odd));
-    _mm512_storeu_ps(to + (i + 8) * to_stride, odd(up, down));
-    _mm512_storeu_ps(to + (i + 12) * to_stride, odd(up_odd, down_odd));
+    store(i, even(up, down));
+    store(i + 4, even(up_odd, down_odd));
+    store(i + 8, odd(up, down));
+    store(i + 12, odd(up_odd, down_odd));
   }
 }
 
-inline void transpose_block(
-  const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t columns) {
-  if (rows == 16 && columns == 16) {
-    transpose_whole_block(from, from_stride, to, to_stride);
-  } else {
-    at::vec::transpose_mxn<float>(from, from_stride, to, to_stride, rows, columns);
+// 16 columns of a row of fp32, or of a pair of rows of 16-bit numbers, as words.
+inline __m512 words(const float* from, int64_t) {
+  return _mm512_loadu_ps(from);
+}
+
+template <typename T>
+inline __m512 words(const T* from, int64_t stride) {
+  const auto row = [&](const T* start) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(start)));
+  };
+  return _mm512_castsi512_ps(_mm512_or_si512(row(from), _mm512_slli_epi32(row(from + stride), 16)));
+}
+
+// Transposes a square block; a side has 64 bytes of T.
+template <typename T>
+inline void transpose_block(const T* from, int64_t from_stride, T* to, int64_t to_stride) {
+  constexpr int64_t kPerWord = sizeof(float) / sizeof(T);
+  for (int64_t j = 0; j < 16 * kPerWord; j += 16) {
+    __m512 block[16];
+    for (int64_t i = 0; i < 16; ++i) block[i] = words(from + i * kPerWord * from_stride + j, from_stride);
+    transpose_words(block, [&](int64_t i, __m512 row) { _mm512_storeu_ps(to + (j + i) * to_stride, row); });
   }
+}
+#else
+// Transposes a square block; a side has 64 bytes of T.
+template <typename T>
+inline void transpose_block(const T* from, int64_t from_stride, T* to, int64_t to_stride) {
+  constexpr int64_t kBlock = 64 / sizeof(T);
+  at::vec::transpose_mxn<T, kBlock, kBlock>(from, from_stride, to, to_stride);
 }
 #endif
 
-// Transposes [rows, columns] into [columns, rows], kTile columns at a time, so that the cache keeps both sides' lines.
+// Transposes [rows, columns] into [columns, rows], a few rows at a time from end to end, as hardware prefetchers follow
+// them so.
 template <typename T>
 void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns) {
   constexpr int64_t kBlock = 64 / sizeof(T);
-  for (int64_t first = 0; first < columns; first += kTile) {
-    for (int64_t i = 0; i < rows; i += kBlock) {
-      for (int64_t j = first; j < std::min(first + kTile, columns); j += kBlock) {
-        transpose_block(
-          from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride,
-          std::min(kBlock, rows - i), std::min(kBlock, columns - j));
+  for (int64_t i = 0; i < rows; i += kBlock) {
+    for (int64_t j = 0; j < columns; j += kBlock) {
+      const int64_t height = std::min(kBlock, rows - i), width = std::min(kBlock, columns - j);
+      const T* source = from + i * from_stride + j;
+      T* target = to + j * to_stride + i;
+      if (height == kBlock && width == kBlock) {
+        transpose_block(source, from_stride, target, to_stride);
+      } else {
+        at::vec::transpose_mxn<T>(source, from_stride, target, to_stride, height, width);
       }
     }
   }
@@ -204,9 +224,9 @@ class Panel {
     }
   }
 
-  // sums <- a tile of row-major a [*, depth] times the right factor; or sums plus that.
-  void multiply(const T* a, int64_t stride, const Tile& tile, const Sums& sums, bool add = false) const {
-    const T *left = a + tile.i * stride, *right = strip(tile.j);
+  // sums <- the rows of a tile, row-major left [rows, depth], times its columns of the right factor; or sums plus that.
+  void multiply(const T* left, int64_t stride, const Tile& tile, const Sums& sums, bool add = false) const {
+    const T* right = strip(tile.j);
     for (int64_t k = 0; k < depth_; k += kDepth) {
       at::native::cpublas::brgemm(
         tile.rows, tile.columns, std::min(kDepth, depth_ - k), stride, kTile, sums.stride, add || k > 0, left + k,
