@@ -5,6 +5,7 @@ In Triton: symmetric ones, of which one triangle is computed, and the pass that 
 """
 
 import math
+import platform
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,15 @@ def dtype(request: pytest.FixtureRequest, kernels: Operations) -> torch.dtype:
     return request.param
 
 
+def tolerance(kernels: Operations, dtype: torch.dtype, depth: int) -> float:
+    """Return the relative error that sums of ``depth`` products may have."""
+    if kernels is not reference.OPERATIONS or dtype != torch.bfloat16 or platform.machine() != "aarch64":
+        return ROUNDING[dtype]
+    # On Arm oneDNN rounds a sum to bf16 after each block of 128 or more products. After i of n blocks it is sqrt(i / n)
+    # as large as in the end, so the squares of n errors add up to (n + 1) / 2 times the square of the last one.
+    return ROUNDING[dtype] * math.sqrt((math.ceil(depth / 128) + 1) / 2)
+
+
 def room(batch: int, size: int, dtype: torch.dtype) -> Symmetric:
     """As the iteration has it."""
     return empty(batch, size, dtype, is_whole=dtype == torch.float32)
@@ -61,9 +71,9 @@ def test_square_and_multiply(kernels: Operations, dtype: torch.dtype, shape: Sha
     given = randn(*shape, dtype=dtype)
     for x in (given, given.mT):
         out = room(shape[0], x.size(1), dtype)
-        check_square(kernels, x, out, ROUNDING[dtype])
+        check_square(kernels, x, out, tolerance(kernels, dtype, x.size(2)))
         assert out.rest.equal(out.rest.mT)
-        check_multiply(kernels, x, out, ROUNDING[dtype])
+        check_multiply(kernels, x, out, tolerance(kernels, dtype, x.size(1)))
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["square", "product"])
