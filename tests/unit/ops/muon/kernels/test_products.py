@@ -48,7 +48,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 @pytest.fixture(params=ROUNDING, ids=str)
 def dtype(request: pytest.FixtureRequest, kernels: Operations) -> torch.dtype:
     if request.param == torch.bfloat16 and kernels is not reference.OPERATIONS and not native_bf16():
-        pytest.skip("this CPU has no dot products of bf16")
+        pytest.skip("this CPU has no instructions for products of bf16")
     return request.param
 
 
@@ -101,6 +101,17 @@ def test_a_matrix_has_equal_bits_in_any_batch_on_any_number_of_threads(kernels: 
         assert all(map(torch.equal, results(x), expected))
     if kernels is not reference.OPERATIONS:  # a library's kernels may differ by batch
         assert all(map(torch.equal, map(torch.cat, zip(*single, strict=True)), expected))
+
+
+def test_a_row_that_is_not_finite_leaves_other_rows_unchanged(kernels: Operations, dtype: torch.dtype) -> None:
+    """A kernel may read beyond the end of a row, but not count what it reads."""
+    x, others = randn(2, 34, 70, dtype=dtype), torch.arange(34) != 20
+    good, bad = room(2, 34, dtype), room(2, 34, dtype)
+    kernels.square(x, good, Workspace())
+    x[1, 20] = math.inf
+    kernels.square(x, bad, Workspace())
+    assert bad.rest[:, others][:, :, others].equal(good.rest[:, others][:, :, others])
+    assert not bad.rest[1, 20, others].isfinite().any()
 
 
 @pytest.mark.parametrize(
