@@ -290,8 +290,8 @@ bool has_products(const Tensors&... tensors) {
   return (... && (tensors.is_cpu() && tensors.is_contiguous()));
 }
 
-// Whether this CPU has the instructions for a 16-bit dtype: those that oneDNN's kernels need, because without them oneDNN
-// would emulate, or on Arm bfmmla.
+// Whether this CPU has the instructions for products of a 16-bit dtype: on Arm bfmmla, elsewhere those that oneDNN's
+// kernels need; without them oneDNN would emulate.
 inline bool multiplies(at::ScalarType dtype) {
 #if defined(__x86_64__)
   unsigned a, b, c, d;
@@ -310,7 +310,7 @@ inline bool multiplies(at::ScalarType dtype) {
 template <typename T>
 bool has_kernel() {
 #if defined(MUON_HAS_BFMMLA)
-  if constexpr (std::is_same_v<T, at::BFloat16>) return true;  // our own, in bfmmla.h
+  if constexpr (std::is_same_v<T, at::BFloat16>) return true;  // that of bfmmla.h
 #endif
   if (!at::globalContext().userEnabledMkldnn()) return false;
   static const bool runs = [] {
