@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions$(if $(DEEPSPEED),-$(DEEPSPEED))
 export PATH := $(BIN):$(PATH)
 
-.PHONY: venv demo test test-full fuzz versions lint docs format bench release-check clean
+.PHONY: venv demo test test-full fuzz versions lint docs format bench release-check arm64 clean
 
 # The development set is pinned. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes torch's CPU build, which
 # is much smaller. Extensions are compiled once.
@@ -66,6 +66,10 @@ bench: venv
 # Builds sdist and wheel and proves the wheel beside stock DeepSpeed, in a fresh environment.
 release-check: venv
 	$(BIN)/python tools/release_check.py
+
+# Builds and tests the kernels for 64-bit Arm and trains with them, emulated: half an hour on two cores.
+arm64: venv
+	WORKERS=$(WORKERS) $(BIN)/python tools/arm64.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

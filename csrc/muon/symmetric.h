@@ -2,6 +2,7 @@
 // Symmetric matrices, and products that are symmetric: the tiles on and below the diagonal are computed, and mirrored.
 #pragma once
 
+#include "bfmmla.h"
 #include "muon.h"
 #include "tiles.h"
 

@@ -14,6 +14,11 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#if defined(HWCAP2_BF16)
+#define MUON_HAS_BFMMLA
+#endif
 #endif
 
 #include <algorithm>
@@ -305,13 +310,16 @@ bool has_products(const Tensors&... tensors) {
   return (... && (tensors.is_cpu() && tensors.is_contiguous()));
 }
 
-// Whether this CPU has the instructions that oneDNN's kernels need for a 16-bit dtype; without them it would emulate.
+// Whether this CPU has the instructions for products of a 16-bit dtype: on Arm bfmmla, elsewhere those that oneDNN's
+// kernels need; without them oneDNN would emulate.
 inline bool multiplies(at::ScalarType dtype) {
 #if defined(__x86_64__)
   unsigned a, b, c, d;
   constexpr unsigned kAvx512Fp16 = 1u << 23;  // CPUID leaf 7, EDX; compilers before GCC 12 have no name for it
   return dtype == at::kBFloat16 ? __builtin_cpu_supports("avx512bf16")
                                 : __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAvx512Fp16);
+#elif defined(MUON_HAS_BFMMLA)
+  return dtype == at::kBFloat16 && (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
 #else
   return false;
 #endif
@@ -321,6 +329,9 @@ inline bool multiplies(at::ScalarType dtype) {
 // environment variable; at::native::cpublas::brgemm raises then.
 template <typename T>
 bool has_kernel() {
+#if defined(MUON_HAS_BFMMLA)
+  if constexpr (std::is_same_v<T, at::BFloat16>) return true;  // that of bfmmla.h
+#endif
   if (!at::globalContext().userEnabledMkldnn()) return false;
   static const bool runs = [] {
     const T factor[4] = {};

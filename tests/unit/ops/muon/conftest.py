@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("helpers")
 from helpers import extensions  # noqa: E402
 from helpers.racing import without_races  # noqa: E402
 
-TIME_LIMIT = 300.0
+TIME_LIMIT = float(os.environ.get("TEST_TIME_LIMIT", "300"))
 """Seconds a test may take unless it is marked with time_limit(seconds)."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs; nothing is fetched

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel sets without a fallback (PyTorch's, C++'s, Triton's with interpreted kernels) and checks of their products."""
 
+import ctypes
 import dataclasses
 import importlib.util
 import itertools
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -46,7 +48,10 @@ def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEF
 
 
 def native_bf16() -> bool:
-    """Return whether the C++ products support bf16 on this machine: the CPU must have bf16 dot products."""
+    """Return whether the C++ products support bf16 on this machine: the CPU must have instructions for it."""
+    if platform.machine() == "aarch64":
+        at_hwcap2, hwcap2_bf16 = 26, 1 << 14  # of Linux
+        return native.unavailable() is None and bool(ctypes.CDLL(None).getauxval(at_hwcap2) & hwcap2_bf16)
     return native.unavailable() is None and torch.cpu._is_avx512_bf16_supported()
 
 
