@@ -52,7 +52,7 @@ USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedErr
 SHARE = (
     "Muon's share of a step: forward and backward take 6 operations per parameter and token (4 if frozen), without "
     "recomputation, at the rate of Newton-Schulz; kernels compute one triangle of large symmetric products; "
-    "communication takes what the planner assumes; elementwise passes are left out"
+    "communication takes what the planner assumes; ZeRO's own, and elementwise passes, are left out"
 )
 CHOSEN_LATER = "ns_dtype, ns_method: a run times its kernels to decide auto; this plan counts operations instead"
 #: Tokens per rank and step for which ``ds_muon plan`` always prints Muon's share of a step.
