@@ -172,6 +172,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise errors.ModelError(f"--model {args.model!r}: {error}") from None
+    per_token = _operations_per_token(model, args.active_parameters)
     memory = Memory(
         wire=config.wire,
         dtype=dtype,
@@ -182,7 +183,6 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     found = estimate(groups, layout, config, memory)
     checked = check_plan(found, config, memory) if args.check else None
     measured = _measured(found, settings, candidates) if args.measured else None
-    per_token = _operations_per_token(model, args.active_parameters)
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
