@@ -310,17 +310,18 @@ def counted_operations(net: nn.Module) -> float:
 
 def shares_of_machines() -> Callable[[Any], None]:
     """The chart of `share`: a line for each machine that has a table, and one for what is counted."""
-    points = []
+    points: list[dict[str, Any]] = []
+    counted: dict[float, float] = {}
     for path in sorted(report.RESULTS.glob("share-*.csv")):
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        lines = {f"measured, {rows[0]['cpu']}, {rows[0]['cores']} cores": "Muon's share", "counted": "counted"}
+        tokens = [float(row["tokens per step"]) for row in rows]
+        name = f"measured, {rows[0]['cpu']}, {rows[0]['cores']} cores"
         points += [
-            {"x": float(row["tokens per step"]), "share": float(row[column]), "by": name}
-            for name, column in lines.items()
-            for row in rows
-            if name != "counted" or not any(point["by"] == name for point in points)
+            {"x": x, "share": float(row["Muon's share"]), "by": name} for x, row in zip(tokens, rows, strict=True)
         ]
+        counted |= {x: float(row["counted"]) for x, row in zip(tokens, rows, strict=True)}
+    points += [{"x": x, "share": counted[x], "by": "counted"} for x in sorted(counted)]
     axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens per step", "ylabel": "Muon's share of a step"}
     return report.lines(points, lambda row: row["by"], "x", "share", **axes)
 
