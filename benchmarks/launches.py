@@ -38,7 +38,7 @@ from deepspeed.muon.tuning import Candidates
 
 #: A known model, and the ranks that it is planned for.
 SIZES = {
-    "llama3-1b": (scaling.OWN / "models" / "llama3-1b.json", 8),
+    "llama3-1b": (scaling.EXAMPLES / "llama_1b.json", 8),
     "llama3-8b": (scaling.MODELS["llama3-8b"].source, 8),
     "llama3-70b": (scaling.MODELS["llama3-70b"].source, 64),
 }

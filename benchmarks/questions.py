@@ -6,6 +6,7 @@ library, and for fine-tuning torch's C++ headers.
 """
 
 import copy
+import csv
 import functools
 import itertools
 import statistics
@@ -19,6 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import rates, report
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.forecast.estimate import estimate, share_of_step, step_operations
+from deepspeed.muon.forecast.layout import Layout, group_specs
+from deepspeed.muon.plan.memory import Memory
 
 sys.path.append(str(report.ROOT / "examples" / "pretrain_gpt"))
 
@@ -257,9 +262,9 @@ def finetune(before: int = 200, steps: int = 40, seeds: int = 3) -> str:
 
 
 def share(width: int = 256, layers: int = 4, windows: int = 256, rounds: int = 5) -> str:
-    """Which share of a step the optimizer takes, by tokens per step: measured, and by counting operations.
+    """Which share of a step the optimizer takes, by tokens per step: measured, and as `ds_muon plan` counts it.
 
-    Operations: those of Newton-Schulz, over them and 6 per parameter and token of forward and backward.
+    The chart has all machines whose tables are among the results.
 
     Args:
         width: of the GPT
@@ -267,17 +272,10 @@ def share(width: int = 256, layers: int = 4, windows: int = 256, rounds: int = 5
         windows: the most of a step, 96 tokens each; beyond 16 gradients are accumulated
         rounds: steps of each; medians count
     """
-    from deepspeed.muon.math.coefficients import schedule
-    from deepspeed.muon.math.newton_schulz import flops
-
     torch.set_num_threads(report.cores())
     net = GPT(GPTConfig(layers=layers, width=width, heads=width // 32, context=CONTEXT))
     muon, adamw = optimizer("Muon", net, 1e-4), optimizer("AdamW", net, 1e-4)
-    counted = sum(
-        count * flops(*sorted(shape), schedule("simple"), "standard", "fp32")
-        for shape, count in muon.shapes.items()  # type: ignore[attr-defined]
-    )
-    parameters, rows, count = sum(p.numel() for p in net.parameters()), [], 1
+    counted, parameters, rows, count = counted_operations(net), sum(p.numel() for p in net.parameters()), [], 1
 
     def forward_and_backward(count: int) -> None:
         for first in range(0, count, BATCH):
@@ -292,16 +290,40 @@ def share(width: int = 256, layers: int = 4, windows: int = 256, rounds: int = 5
         row = {"tokens per step": tokens, **{f"{name} ms": 1e3 * value for name, value in times.items()}}
         for name in ("Muon", "AdamW"):
             row[f"{name}'s share"] = times[name] / (times[name] + times["model"])
-        rows.append(row | {"by operations": counted / (counted + 6 * parameters * tokens)})
+        rows.append(row | {"counted": share_of_step(counted, 6 * parameters, tokens)})
         print(rows[-1], flush=True)
         count *= 4
-    names = ("Muon's share", "AdamW's share", "by operations")
-    points = [{"x": row["tokens per step"], "share": row[name], "by": name} for row in rows for name in names]
-    axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens per step", "ylabel": "share of a step"}
-    chart = report.lines(points, lambda row: row["by"], "x", "share", **axes)
+    names = ("Muon's share", "AdamW's share", "counted")
     title = f"The optimizer's share of a step, GPT of {parameters / 1e6:.1f} million parameters, fp32, one process"
     shown = [{k: f"{v:.1%}" if k in names else v for k, v in row.items()} for row in rows]
-    return report.write(report.name_of("share"), title, rows, report.table(shown), draw=chart)
+    text = report.write(report.name_of("share"), title, rows, report.table(shown))
+    report.chart("share", shares_of_machines())
+    return text
+
+
+def counted_operations(net: nn.Module) -> float:
+    """Operations of Muon in a step of one process, in fp32."""
+    config, memory = parse({"lr": 1e-4}), Memory(wire="fp32", dtype="fp32", device_type="cpu")
+    found = estimate(group_specs(net, config), Layout(0, 1), config, memory)
+    return sum(step_operations(found, config.schedule, memory).values())
+
+
+def shares_of_machines() -> Callable[[Any], None]:
+    """The chart of `share`: a line for each machine that has a table, and one for what is counted."""
+    points: list[dict[str, Any]] = []
+    counted: dict[float, float] = {}
+    for path in sorted(report.RESULTS.glob("share-*.csv")):
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        tokens = [float(row["tokens per step"]) for row in rows]
+        name = f"measured, {rows[0]['cpu']}, {rows[0]['cores']} cores"
+        points += [
+            {"x": x, "share": float(row["Muon's share"]), "by": name} for x, row in zip(tokens, rows, strict=True)
+        ]
+        counted |= {x: float(row["counted"]) for x, row in zip(tokens, rows, strict=True)}
+    points += [{"x": x, "share": counted[x], "by": "counted"} for x in sorted(counted)]
+    axes = {"xscale": "log", "yscale": "log", "xlabel": "tokens per step", "ylabel": "Muon's share of a step"}
+    return report.lines(points, lambda row: row["by"], "x", "share", **axes)
 
 
 # ---- where momentum starts ------------------------------------------------------------------------------------------

@@ -103,13 +103,19 @@ def write(name: str, title: str, rows: Rows, *parts: str, draw: Callable[[Any], 
     text = "\n\n".join([f"# {title}", one_line(), *filter(None, parts)]) + "\n"
     (RESULTS / f"{name}.md").write_text(text)
     write_csv(RESULTS / f"{name}.csv", [describe() | row for row in rows])
-    if draw is not None and importlib.util.find_spec("matplotlib"):
+    if draw is not None:
+        chart(name, draw)
+    return text
+
+
+def chart(name: str, draw: Callable[[Any], None]) -> None:
+    """Write `name`.png, unless matplotlib is missing; `draw` gets its axes."""
+    if importlib.util.find_spec("matplotlib"):
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         draw(figure.subplots())
         figure.savefig(RESULTS / f"{name}.png", dpi=120)
-    return text
 
 
 def write_csv(path: Path, rows: Rows) -> None:

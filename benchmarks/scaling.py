@@ -159,10 +159,9 @@ def phases(found: Estimate, machine: Machine, network: Network | None) -> dict[s
 def _between(cost: StepCost, network: Network, ranks_per_node: int) -> float:
     is_near = max(cost.plan.counts, default=1) <= ranks_per_node
     gbs, latency = (network.near_gbs, network.near_latency_us) if is_near else (network.gbs, network.latency_us)
-    model = cost.part.group.cost_model(PLAIN.schedule, GPU.dtype, GPU.wire_bytes, GPU.device_type)
     calls = Counter[int]()
     for owner, item in cost.plan.owned:
-        calls[owner] += model.of_owner(*item.shape, item.owners).calls
+        calls[owner] += cost.model.of_owner(*item.shape, item.owners).calls
     return max(cost.between_bytes) / (gbs * 1e6) + max(calls.values(), default=0) * latency / 1e3
 
 

@@ -31,11 +31,13 @@ from deepspeed.muon.forecast.estimate import (
     estimate,
     milliseconds,
     per_rank,
+    share_of_step,
+    step_operations,
     stock_clipping,
     totals,
 )
 from deepspeed.muon.forecast.layout import group_specs
-from deepspeed.muon.forecast.measured import measure
+from deepspeed.muon.forecast.measured import measure, training_tflops
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.memory import Memory
@@ -47,7 +49,14 @@ from deepspeed.muon.zero.read_config import Settings, find_ds_config, parse_file
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
 USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
+SHARE = (
+    "Muon's share of a step: forward and backward take 6 operations per parameter and token (4 if frozen), without "
+    "recomputation, at the rate of Newton-Schulz; kernels compute one triangle of large symmetric products; "
+    "communication takes what the planner assumes; ZeRO's own, and elementwise passes, are left out"
+)
 CHOSEN_LATER = "ns_dtype, ns_method: a run times its kernels to decide auto; this plan counts operations instead"
+#: Tokens per rank and step for which ``ds_muon plan`` always prints Muon's share of a step.
+TOKENS = (1024, 4096, 16384, 65536)
 LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ... -m deepspeed.muon.cli report --live"
 
 
@@ -163,6 +172,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise errors.ModelError(f"--model {args.model!r}: {error}") from None
+    per_token = _operations_per_token(model, args.active_parameters)
     memory = Memory(
         wire=config.wire,
         dtype=dtype,
@@ -172,6 +182,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     )
     found = estimate(groups, layout, config, memory)
     checked = check_plan(found, config, memory) if args.check else None
+    measured = _measured(found, settings, candidates) if args.measured else None
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
@@ -188,19 +199,52 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "parameters": rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
         "totals": {"muon": totals(groups, True), "adamw": totals(groups, False)},
         "per_rank": per_rank(found),
-        "measured": _measured(found, settings, candidates) if args.measured else None,
+        "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens, measured),
+        "measured": measured,
         "checked": checked,
         "ok": checked is None or checked["fault"] is None,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(groups, settings.gradient_clipping),
-        "assumptions": [f"owners are balanced for {where}; all trainable parameters are in one group"],
+        "assumptions": [f"owners are balanced for {where}; all trainable parameters are in one group", SHARE],
         "notes": [
             *([] if config.preset == "none" else [config.preset_summary]),
             *settings.notes,
             *([CHOSEN_LATER] if "auto" in (config.ns_dtype, config.ns_method) else []),
         ],
     }
+
+
+def _operations_per_token(model: torch.nn.Module, active: int | None) -> float:
+    """Return the operations of forward and backward for one token: 6 per parameter, and 4 per frozen parameter.
+
+    ``active``: the number of parameters that a token passes through; ``None``: all. Raise SettingsError if ``model``
+    has fewer.
+    """
+    sizes = [(param.numel(), 6 if param.requires_grad else 4) for param in model.parameters()]
+    total = sum(numel for numel, _ in sizes)
+    if active and active > total:
+        raise errors.SettingsError(f"--active-parameters: got {active:,}, but the model has only {total:,} parameters")
+    return sum(numel * each for numel, each in sizes) * (active or total) / total
+
+
+def _share(
+    muon: dict[str, float], per_token: float, tokens: int | None, measured: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the object ``share`` of ``ds_muon plan --json``: Muon's share of a step, by tokens per rank and step.
+
+    ``muon``: result of :func:`step_operations`. ``per_token``: operations of forward and backward for one token.
+    ``tokens``: the flag ``--tokens``. ``measured``: the object of that name.
+    """
+    rows = []
+    for count in sorted({*TOKENS, *([tokens] if tokens else ())}):
+        row = {"tokens": count, "counted": share_of_step(sum(muon.values()), per_token, count), "measured": None}
+        if measured:
+            seconds = sum(measured["step_ms"].values()) / 1e3
+            row["measured"] = share_of_step(seconds, per_token / (measured["training"]["tflops"] * 1e12), count)
+        rows.append(row)
+    gflop = {f"{name}_gflop": value / 1e9 for name, value in muon.items()}
+    return {**gflop, "gflop_per_token": per_token / 1e9, "by_tokens": rows}
 
 
 def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
@@ -234,6 +278,7 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
         "machine": dataclasses.asdict(machine) | {"network": None},  # one process cannot measure it
         "shapes": [dataclasses.asdict(shape) for shape in shapes],
         "step_ms": milliseconds(found, machine),
+        "training": training_tflops(found.groups, settings.dtype, device),
     }
 
 

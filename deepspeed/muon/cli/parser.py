@@ -21,6 +21,8 @@ OF_CHECK = "say instead whether a run with this ds_config would start, and its l
 ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; exit status 1 if there is a problem"
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
+TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
+ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 CHECK = "prove that the collectives of all ranks match in order and size; 1,024 ranks take about 20 s at stage 3"
 
@@ -48,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="device type for which the owners are balanced"
     )
+    plan.add_argument("--tokens", type=_positive, help=TOKENS)
+    plan.add_argument("--active-parameters", type=_positive, metavar="N", help=ACTIVE)
     plan.add_argument("--measured", action="store_true", help=MEASURED)
     plan.add_argument("--check", action="store_true", help=CHECK)
     report = commands.add_parser("report", help=ABOUT_REPORT)

@@ -7,11 +7,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, StepCost, StepPart, lay_out, step_cost
+from deepspeed.muon.kernels.triton_table import MULTIPLE, SYMMETRIC_FROM
 from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.checker import lost_elements, violation
 from deepspeed.muon.plan.memory import Memory, PartitionDemand, Peak, peak
@@ -151,6 +154,66 @@ def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
     passes += sum(cost.runs for cost in found.costs) * machine.run_us / 1e3
     compute = [max(cost.flops) / (machine.tflops * 1e9) for cost in found.costs]
     return {"elementwise": passes, "newton_schulz": sum(compute)}
+
+
+def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict[str, float]:
+    """Return what Muon costs in a step, in floating-point operations of the busiest rank.
+
+    Of a symmetric product, only what kernels compute counts. Bytes and collectives count as the operations that the
+    device could do in the same time, according to the planner's :class:`deepspeed.muon.plan.cost.CostModel`. The
+    exchange and Newton-Schulz overlap, except for one bucket's share of the shorter of the two.
+
+    Args:
+        schedule: coefficients of Newton-Schulz.
+        memory: the argument that :func:`estimate` was called with.
+
+    Returns:
+        {"newton_schulz": operations of Newton-Schulz, "communication": operations that take as long as the
+        communication that Newton-Schulz does not hide}
+    """
+    newton_schulz = communication = 0.0
+    for cost in found.costs:
+        computed, between_owners = _busiest_rank(cost, schedule, memory)
+        compute, latency = computed + between_owners, cost.model.latency_as_flops * cost.collectives
+        exchange = cost.model.flops_per_byte * max(cost.sent_bytes) + latency
+        total = max(compute, exchange) + min(compute, exchange) / max(1, cost.rounds)
+        newton_schulz, communication = newton_schulz + computed, communication + total - computed
+    return {"newton_schulz": newton_schulz, "communication": communication}
+
+
+def _busiest_rank(cost: StepCost, schedule: Schedule, memory: Memory) -> tuple[float, float]:
+    """Return (operations of Newton-Schulz, communication between owners in operations) of the rank with most to do."""
+    method, model = cost.part.group.method(schedule, memory.dtype), cost.model
+
+    @cache
+    def of_owner(rows: int, cols: int, owners: int) -> tuple[float, float]:
+        computed = _computed_fraction(rows, cols, memory)
+        executed = flops(rows, cols, schedule, method(rows, cols), memory.dtype, computed, owners)
+        return executed, model.owner_cost(rows, cols, owners) - model.of_owner(rows, cols, owners).flops
+
+    by_rank = [(0.0, 0.0)] * cost.part.world_size
+    for owner, item in cost.plan.owned:
+        executed, sending = of_owner(*item.shape, item.owners)
+        by_rank[owner] = by_rank[owner][0] + executed, by_rank[owner][1] + sending
+    return max(by_rank, key=sum)
+
+
+def _computed_fraction(rows: int, cols: int, memory: Memory) -> float:
+    """Return which fraction of a symmetric product kernels compute for a matrix: 1, or 0.5 for one triangle."""
+    is_large = min(rows, cols) >= SYMMETRIC_FROM and rows % MULTIPLE == cols % MULTIPLE == 0
+    on_accelerator = memory.device_type != "cpu"
+    if memory.plain or (on_accelerator and not (is_large and memory.dtype != "fp32")):
+        return 1.0
+    return 0.5
+
+
+def share_of_step(muon: float, per_token: float, tokens: int) -> float:
+    """Return Muon's share (0 to 1) of a step with ``tokens`` tokens per rank, accumulation included.
+
+    ``muon``: the cost of Muon's update. ``per_token``: the cost of forward and backward for one token, in the same
+    unit.
+    """
+    return muon / (muon + per_token * tokens)
 
 
 def stock_clipping(groups: Sequence[GroupSpec], gradient_clipping: float) -> dict[str, float]:

@@ -210,6 +210,7 @@ class StepCost:
 
     Args:
         plan: the part's plan for all ranks.
+        model: the cost model of the planner.
         flops: floating-point operations of Newton-Schulz.
         heaviest: the most floating-point operations that an owner spends on one matrix.
         sent_bytes: bytes that the rank sends, both momentum to owners and results back.
@@ -225,6 +226,7 @@ class StepCost:
 
     part: StepPart
     plan: GlobalPlan
+    model: CostModel
     flops: list[float]
     heaviest: float
     sent_bytes: list[int]
@@ -268,6 +270,7 @@ def step_cost(
     return StepCost(
         part=part,
         plan=plan,
+        model=cost,
         flops=flops,
         heaviest=heaviest,
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],

@@ -38,6 +38,8 @@ SMALL = 128
 LARGE_RUN, SMALL_RUN = 2**22, 64
 #: Passes over a shard per timing, so that an accelerator is kept busy.
 REPEATS = 10
+#: (tokens of the linear layer that is timed, maximum of tokens x outputs x inputs): on a CPU, and on an accelerator.
+CPU_LAYER, LAYER = (512, 2**29), (8192, 2**40)
 #: (rows, columns, method of Newton-Schulz).
 Shape = tuple[int, int, str]
 
@@ -106,6 +108,35 @@ def measure(
         run_us=small * 1e6,
     )
     return machine, rates
+
+
+def training_tflops(groups: Sequence[GroupSpec], dtype: str, device: torch.device) -> dict[str, Any]:
+    """Time the products of forward and backward in one linear layer, of the shape that has most of Muon's parameters.
+
+    If the shape would take too long, a smaller copy is timed. Training is slower, because it has other operations too.
+
+    Returns:
+        {"dtype": ``dtype``, "run_as": [tokens, outputs, inputs] of the timed layer, "tflops": 10^12 floating-point
+        operations per second}
+    """
+    numel = Counter[tuple[int, int]]()
+    for block in (block for group in groups for spec in group.specs for block in spec.blocks):
+        numel[block.rows, block.cols] += block.numel
+    ((rows, cols), _), *_ = numel.most_common()
+    tokens, limit = CPU_LAYER if device.type == "cpu" else LAYER
+    while tokens * rows * cols > limit and min(rows, cols) > SMALL:
+        rows, cols = rows // 2, cols // 2
+    x, weight, out = (
+        torch.randn(*size, dtype=torch.float32, device=device).to(DTYPES[dtype])
+        for size in ((tokens, cols), (rows, cols), (tokens, rows))
+    )
+
+    def products() -> None:
+        for a, b in ((x, weight.mT), (out, weight), (out.mT, x)):
+            torch.mm(a, b)
+
+    tflop = 3 * 2 * tokens * rows * cols / 1e12
+    return {"dtype": dtype, "run_as": [tokens, rows, cols], "tflops": tflop / _median(products, device, CALLS)}
 
 
 @dataclass(frozen=True)

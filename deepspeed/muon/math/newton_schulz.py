@@ -83,15 +83,17 @@ def flops(
     """Return the number of floating-point operations that each owner of a matrix makes to orthogonalize it once.
 
     ``owners``: number of ranks that orthogonalize the matrix together, each on a slice along the longer side.
-    ``symmetric``: the fraction of a symmetric product that kernels compute: 1, or about 0.5 for one triangle.
+    ``symmetric``: the fraction of a symmetric product that kernels compute: 1, or about 0.5 for one triangle. It does
+    not apply to products whose rows are divided among the owners (:data:`SPLIT_FROM`).
 
     Example: with the schedule ``simple`` and one owner, an m x n matrix with m <= n takes 20 m^2 n + 10 m^3 operations
     by ``standard``, and by ``gram`` 12 m^2 n + 22 m^3 in bf16 or 8 m^2 n + 28 m^3 in fp16 and fp32.
     """
     m, n = sorted((rows, cols))
     count = products(schedule, method, dtype)
-    wide, small = (symmetric * count.square + count.multiply) / owners, symmetric * count.product
-    return int(2 * m * m * (n * wide + m * small / (owners if owners >= SPLIT_FROM else 1)))
+    is_split = owners >= SPLIT_FROM
+    wide, small = (symmetric * count.square + count.multiply) / owners, count.product * (1 if is_split else symmetric)
+    return int(2 * m * m * (n * wide + m * small / (owners if is_split else 1)))
 
 
 def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> tuple[float, int]:

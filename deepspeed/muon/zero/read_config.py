@@ -18,6 +18,7 @@ from deepspeed.muon.config.messages import FILLED_BY, did_you_mean, expected, ne
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
+from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.param_groups import warn_of_odd_settings
 from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, known_keys, not_objects, place_of, warn_of_unknown
 from deepspeed.muon.zero.patches import TYPES, is_muon, without_double_clipping
@@ -52,6 +53,7 @@ class Settings:
         config: the settings in ``optimizer.params``.
         layout: how ZeRO will shard the parameters.
         offload: whether the optimizer is offloaded to the CPU or NVMe.
+        dtype: dtype of forward and backward: ``fp32``, ``fp16`` or ``bf16``.
         gradient_clipping: the norm to which gradients are clipped; 0.0 if they are not.
         notes: sentences for the user about values that were assumed or not checked.
     """
@@ -59,6 +61,7 @@ class Settings:
     config: MuonConfig
     layout: Layout
     offload: bool
+    dtype: str
     gradient_clipping: float
     notes: tuple[str, ...]
 
@@ -99,11 +102,13 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     zero, offloads = stock.zero_config, offload_device(stock, "offload_optimizer") in ("cpu", "nvme")
     # Stages 1 and 2 run under DeepSpeedZeroOptimizer, unless BF16_Optimizer does, which neither reorders nor aligns.
     is_flat = not (stock.bfloat16_config.enabled and is_bf16_optimizer(stock) and not offloads)
-    itemsize = 2 if stock.float16_config.enabled or stock.bfloat16_config.enabled else 4
-    alignment = ALIGNED_BYTES // itemsize if is_flat and getattr(zero, "parameter_alignment", False) else 1
+    dtype = "bf16" if stock.bfloat16_config.enabled else "fp16" if stock.float16_config.enabled else "fp32"
+    alignment = (
+        ALIGNED_BYTES // DTYPES[dtype].itemsize if is_flat and getattr(zero, "parameter_alignment", False) else 1
+    )
     round_robin = is_flat and bool(zero.round_robin_gradients)
     layout = Layout(int(zero.stage), world_size, int(zero.sub_group_size), round_robin, alignment)
-    return Settings(config, layout, offloads, float(stock.gradient_clipping), tuple(notes))
+    return Settings(config, layout, offloads, dtype, float(stock.gradient_clipping), tuple(notes))
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:

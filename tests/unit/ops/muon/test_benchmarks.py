@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,7 +19,7 @@ from helpers.paths import BENCHMARKS, ROOT
 sys.path[1:1] = [str(ROOT), str(ROOT / "examples/pretrain_gpt")]
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import gpu, ns, ranks, report, roofline, step  # noqa: E402
+from benchmarks import gpu, ns, questions, ranks, report, roofline, step  # noqa: E402
 from benchmarks.rates import Rates  # noqa: E402
 
 #: Round numbers: one operation and one byte a unit.
@@ -93,6 +94,21 @@ def test_a_command_runs_on_tiny_sizes(line: str, capsys: pytest.CaptureFixture, 
     for file in results.glob("*.csv"):
         with file.open(newline="") as rows:
             assert all(row["torch"] and row["date"] for row in csv.DictReader(rows))
+
+
+def test_the_chart_of_shares_has_a_line_for_each_machine(results: Path) -> None:
+    for cpu, shares in {"A": {96: 0.5, 384: 0.2}, "B": {96: 0.4}}.items():
+        rows = [
+            {"cpu": cpu, "cores": 2, "tokens per step": tokens, "Muon's share": share, "counted": 10 / tokens}
+            for tokens, share in shares.items()
+        ]
+        report.write_csv(results / f"share-{cpu}.csv", rows)
+    axes = MagicMock()
+    questions.shares_of_machines()(axes)
+    drawn = {call.kwargs["label"]: dict(zip(*call.args, strict=True)) for call in axes.plot.call_args_list}
+    counted = {96: pytest.approx(10 / 96), 384: pytest.approx(10 / 384)}
+    of_machines = {"measured, A, 2 cores": {96: 0.5, 384: 0.2}, "measured, B, 2 cores": {96: 0.4}}
+    assert drawn == of_machines | {"counted": counted}
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed.muon.cli import main
 from deepspeed.muon.zero.refusals import MOMENTUM_DTYPE, RULES
 from helpers.distributed import run
 from helpers.models import MODELS, initialize_, train_engine
@@ -256,7 +257,8 @@ def prepare(page: Path, folder: Path) -> None:
     example = page.parent if page.parent.parent == EXAMPLES else EXAMPLES / "pretrain_gpt"
     shutil.copytree(example, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
     if page.is_relative_to(DOCS):
-        shutil.copy(EXAMPLES / "plan" / "llama_8b.json", folder)
+        for model in ("llama_1b.json", "llama_8b.json"):
+            shutil.copy(EXAMPLES / "plan" / model, folder)
         for name in ("ds_config", "ours", "stock"):
             config = json.loads((folder / "ds_config_muon.json").read_text())
             config["optimizer"]["params"].pop("lr")
@@ -284,6 +286,23 @@ def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
     for command in HERE[page]:
         output = shell(smaller(command), folder)
         assert output or ">" in command, f"{command} says nothing"
+
+
+def test_shares_of_a_step_are_those_that_plan_prints(capsys: pytest.CaptureFixture) -> None:
+    """In the section on costs, and in the excerpt at the top of the page."""
+    pattern = r"ds_muon plan --config ds_config.json --model (\S+) --world-size (\d+)\n```\n.*?```\n(.*?)\n```\n"
+    examples = re.findall(pattern, read("plan.md"), re.S)
+    assert [(model, ranks) for model, ranks, _ in examples] == [
+        ("llama_8b.json", "1024"),
+        ("llama_1b.json", "8"),
+        ("llama_8b.json", "64"),
+    ]
+    for model, ranks, text in examples:
+        folder = EXAMPLES / "plan"
+        flags = ["--config", str(folder / "ds_config.json"), "--model", str(folder / model), "--world-size", ranks]
+        assert main.main(["plan", *flags]) == 0
+        printed = re.findall(r"^(?:tokens per rank|Muon's share of a step  ).*$", capsys.readouterr().out, re.M)
+        assert len(printed) == 2 and "\n".join(printed) in text
 
 
 # ---- the recipe of migrating-from-adamw.md ------------------------------------------------------------------

@@ -42,6 +42,10 @@ class Model(nn.Module):
 def model():
     print("a model talks")
     return Model()
+def frozen():
+    found = Model()
+    found.tokens.requires_grad_(False)
+    return found
 def broken():
     raise RuntimeError("no luck\\nsecond line")
 def nothing():
@@ -95,9 +99,10 @@ def test_folding_keeps_unlike_parameters_apart(plan: Command) -> None:
 
 KEYS = {
     "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
-    "per_rank measured checked ok planning_seconds stock_tuning stock_clipping assumptions notes",
+    "per_rank share measured checked ok planning_seconds stock_tuning stock_clipping assumptions notes",
     "per_rank": "state_bytes sent_bytes between_owners_bytes newton_schulz_gflop imbalance parts rounds collectives "
     "scratch_bytes",
+    "share": "newton_schulz_gflop communication_gflop gflop_per_token by_tokens",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }
 ROW_KEYS = "name count shape rule reason blocks scales methods cost owners on_each owners_of_one"
@@ -115,6 +120,55 @@ def test_json_is_one_object_with_stable_keys(plan: Command) -> None:
     rows = plan("--json", "--all").facts["parameters"]
     assert [row["count"] for row in rows] == [1] * 27
     assert [len(row["owners"]) for row in rows if row["rule"] == "Muon"] == [1] * 12
+
+
+#: Operations of Newton-Schulz for one matrix of 256 x 64 by `gram`: in fp32, with the C++ kernels and plain PyTorch's;
+#: on an accelerator in bf16, whose kernels compute products of so small a matrix whole.
+TRIANGLE, WHOLE, ACCELERATOR = (64**3 * (4 * wide + small) for wide, small in ((6, 14), (8, 28), (12, 22)))
+#: Parameters of embedding, head and layers.
+NUMEL = 1000 * 64, 1000 * 64 + 1000, 6 * (2 * 64 * 256 + 256 + 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kernels", "operations"),
+    [("--device cpu", "auto", TRIANGLE), ("--device cpu", "torch", WHOLE), ("", "auto", ACCELERATOR)],
+)
+def test_share_of_one_rank_is_counted(flags: str, kernels: str, operations: int, plan: Command) -> None:
+    """Of 12 equal matrices, beside 6 operations per parameter and token, or 4 where a parameter is frozen."""
+    muon = 12 * operations
+    optimizer = OPTIMIZER | {"params": {"kernels": kernels}}
+    share = plan("--json", "--world-size", 1, *flags.split(), optimizer=optimizer).facts["share"]
+    assert (share["newton_schulz_gflop"], share["communication_gflop"]) == (muon / 1e9, 0.0)
+    assert share["gflop_per_token"] == 6 * sum(NUMEL) / 1e9
+    expected = {tokens: muon / (muon + 6 * sum(NUMEL) * tokens) for tokens in (1024, 4096, 16384, 65536)}
+    assert {row["tokens"]: row["counted"] for row in share["by_tokens"]} == pytest.approx(expected)
+    frozen = plan("--json", "--active-parameters", NUMEL[2], model="small.py:frozen").facts["share"]
+    assert frozen["gflop_per_token"] * 1e9 == pytest.approx((6 * sum(NUMEL) - 2 * NUMEL[0]) * NUMEL[2] / sum(NUMEL))
+
+
+def test_share_of_four_ranks_has_the_exchange(plan: Command) -> None:
+    """Three matrices on each rank in one bucket, so that nothing hides; 200 operations a byte on gloo, 5e7 a call."""
+    facts = plan("--json", "--device", "cpu").facts
+    share, sent = facts["share"], 2 * 2 * 3 * 64 * 256 * 3 / 4
+    assert facts["per_rank"]["sent_bytes"]["max"] == sent and facts["per_rank"]["collectives"] == 2
+    communication = 200 * sent + 2 * 5e7
+    assert share["newton_schulz_gflop"] == 3 * TRIANGLE / 1e9
+    assert share["communication_gflop"] == pytest.approx(communication / 1e9)
+    muon, training = 3 * TRIANGLE + communication, 6 * sum(NUMEL) * 4096
+    assert share["by_tokens"][1]["counted"] == pytest.approx(muon / (muon + training))
+
+
+def test_the_table_of_shares_has_a_column_for_the_given_tokens(plan: Command) -> None:
+    out = plan("--world-size", 1, "--device", "cpu", "--tokens", 20).out
+    titles, shares = (
+        line for line in out.splitlines() if line.startswith(("tokens per rank", "Muon's share of a step  "))
+    )
+    assert titles.split("  ", 1)[1].split() == ["20", "1,024", "4,096", "16,384", "65,536"]
+    muon = 12 * TRIANGLE
+    percent = [100 * muon / (muon + 6 * sum(NUMEL) * tokens) for tokens in (20, 1024, 4096, 16384, 65536)]
+    texts = [f"{value:.{digits}f}" for value, digits in zip(percent, (0, 1, 1, 2, 2), strict=True)]
+    assert shares.split("  ", 1)[1].replace("%", "").split() == texts
+    assert "at measured rates" not in out
 
 
 def test_check_proves_the_collectives_of_all_ranks(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +194,21 @@ def test_flags_win_over_the_config(plan: Command) -> None:
 def test_measured_milliseconds(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """From rates of this process on its own device, without an exchange; their sum of shapes is the model's."""
     monkeypatch.setattr(measured, "LARGE_RUN", 2**14)
-    config = {"optimizer": OPTIMIZER | {"params": {"ns_dtype": "fp32", "kernels": "torch"}}}
+    optimizer = OPTIMIZER | {"params": {"ns_dtype": "fp32", "kernels": "torch"}}
+    config = {"optimizer": optimizer, "bf16": {"enabled": True}}
     facts = plan("--json", "--measured", "--device", "cpu", **config).facts
     found = facts["measured"]
-    assert " ".join(found) == "device kernels seconds machine shapes step_ms"
+    assert " ".join(found) == "device kernels seconds machine shapes step_ms training"
     assert (found["kernels"], found["machine"]["network"]) == ("torch", None)
     assert (sum(shape["count"] for shape in found["shapes"]), found["shapes"][0]["dtype"]) == (12, "fp32")
     gflop = facts["per_rank"]["newton_schulz_gflop"]["max"]
     assert found["step_ms"]["newton_schulz"] == pytest.approx(gflop / found["machine"]["tflops"])
+    assert found["training"]["dtype"] == "bf16" and found["training"]["run_as"] == [512, 256, 64]
+    muon, training = sum(found["step_ms"].values()), 1024 * facts["share"]["gflop_per_token"]
+    share = muon / (muon + training / found["training"]["tflops"])
+    assert facts["share"]["by_tokens"][0]["measured"] == pytest.approx(share)
+    lines = plan("--measured", "--device", "cpu", **config).out.splitlines()
+    assert sum(line.startswith(("  at measured rates  ", "  forward and backward  ")) for line in lines) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plan("--measured").must_refuse("plan", "torch sees no GPU; add --device cpu")
 
@@ -263,6 +324,11 @@ def test_mistakes_are_named_as_they_are_written(given: dict[str, Any], words: st
     [
         (["--wrld-size", "4"], "unknown flag --wrld-size; did you mean --world-size?"),
         (["--world-size", "0"], "--world-size: got '0', expected a whole number of at least 1"),
+        (["--tokens", "0"], "--tokens: got '0', expected a whole number of at least 1"),
+        (
+            ["--active-parameters", "999999999"],
+            "--active-parameters: got 999,999,999, but the model has only 327,528 pa",
+        ),
         (["--stage", "4"], "--stage: invalid choice: 4 (choose from 0, 1, 2, 3)"),
         (["--config", "nope.json"], "ds_muon plan: nope.json: No such file or directory\n"),
     ],

@@ -17,7 +17,7 @@ from benchmarks.scaling import GPU, Network, messages, phases
 from deepspeed.muon.cli import main
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast import measured as forecast_measured
-from deepspeed.muon.forecast.estimate import Machine, estimate, milliseconds, per_rank, stock_clipping
+from deepspeed.muon.forecast.estimate import Machine, estimate, milliseconds, per_rank, step_operations, stock_clipping
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, group_specs, lay_out
 from deepspeed.muon.forecast.measured import ShapeRate, measure
 from deepspeed.muon.kernels import reference
@@ -218,6 +218,28 @@ def test_milliseconds_follow_the_machine() -> None:
     assert step["total"] == pytest.approx(step["elementwise"] + longer + shorter / 2)
     without_network = {name: step[name] for name in ("elementwise", "newton_schulz")}
     assert phases(found, MACHINE, None) == milliseconds(found, MACHINE) == without_network
+
+
+def test_operations_of_a_step_on_an_accelerator() -> None:
+    """One triangle of large products in 16 bits; of exchange and Newton-Schulz, the shorter hides but for a bucket."""
+    muon, m = group([(8192, 8192)] * 4), 8192
+    found = estimate([muon], Layout(3, 2), parse({}), GPU)
+    step, (cost,) = step_operations(found, STEPS, GPU), found.costs
+    computed, exchange = 2 * (15 + 5) * m**3, 8000 * 2 * 2 * m * m + 2 * 2 * 8e9
+    assert (cost.rounds, max(cost.sent_bytes)) == (2, 2 * 2 * m * m) and exchange < computed
+    assert step == {"newton_schulz": computed, "communication": pytest.approx(exchange / 2)}
+    odd = estimate([group([(8200, 8200)])], Layout(3, 1), parse({}), GPU)
+    assert step_operations(odd, STEPS, GPU)["newton_schulz"] == (20 + 10) * 8200**3, "no multiple of 16"
+
+
+def test_owners_of_one_matrix_wait_for_each_other() -> None:
+    found = estimate([group([(4096, 16384)])], Layout(3, 4), parse({"owners_per_matrix": 2}), GPU)
+    (cost,) = found.costs
+    of_owner = cost.model.of_owner(4096, 16384, 2)
+    between = 1000 * of_owner.nbytes + 8e9 * of_owner.calls
+    exchange = 8000 * max(cost.sent_bytes) + 8e9 * cost.collectives
+    assert between > 0 and cost.rounds == 1
+    assert step_operations(found, STEPS, GPU)["communication"] == pytest.approx(between + exchange)
 
 
 # ---- measured -------------------------------------------------------------------------------------------

@@ -185,3 +185,5 @@ def test_flops_of_five_steps() -> None:
         assert flops(*shape, schedule("simple"), "gram", "fp16") == 8 * m * m * n + 28 * m**3
         assert flops(*shape, schedule("simple"), "standard", "bf16", symmetric=0.5) == 15 * m * m * n + 5 * m**3
         assert flops(*shape, schedule("simple"), "gram", "bf16", symmetric=0.5) == 9 * m * m * n + 11 * m**3
+        shared = [flops(*shape, schedule("simple"), "standard", "bf16", 0.5, owners) for owners in (2, 4)]
+        assert shared == [(15 * m * m * n) // 2 + 5 * m**3, (15 * m * m * n) // 4 + 10 * m**3 // 4], "4 divide the rows"
