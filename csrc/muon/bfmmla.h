@@ -84,18 +84,18 @@ class Panel<at::BFloat16> {
     pack(y + first * stride, 1, stride, depth, first, count);
   }
 
-  // sums <- a tile of row-major a [*, depth] times the right factor; or sums plus that.
-  void multiply(const at::BFloat16* a, int64_t stride, const Tile& tile, const Sums& sums, bool add = false) const {
-    const auto* rows = reinterpret_cast<const uint16_t*>(a) + tile.i * stride;
+  // sums <- the rows of a tile, row-major left [rows, depth], times its columns of the right factor; or sums plus that.
+  void multiply(const at::BFloat16* left, int64_t stride, const Tile& tile, const Sums& sums, bool add = false) const {
+    const auto* rows = reinterpret_cast<const uint16_t*>(left);
     const uint16_t* strip = packed_ + (tile.j - first_) * padded_;
     for (int64_t k = 0; k < depth_; k += kDepth, strip += kDepth * kTile, add = true) {
       const int64_t depth = std::min(kDepth, depth_ - k);
       for (int64_t i = 0; i < tile.rows; i += kBlock) {
         for (int64_t j = 0; j < tile.columns; j += kBlock) {
-          const uint16_t* left[kBlock];  // the last row stands for those that a block has too many
-          for (int64_t r = 0; r < kBlock; ++r) left[r] = rows + std::min(i + r, tile.rows - 1) * stride + k;
+          const uint16_t* starts[kBlock];  // the last row stands for those that a block has too many
+          for (int64_t r = 0; r < kBlock; ++r) starts[r] = rows + std::min(i + r, tile.rows - 1) * stride + k;
           float block[kBlock][kBlock];
-          bfmmla::multiply_block(left, strip + j * bfmmla::kTogether, depth, block);
+          bfmmla::multiply_block(starts, strip + j * bfmmla::kTogether, depth, block);
           for (int64_t r = 0; r < std::min(kBlock, tile.rows - i); ++r) {
             float* to = sums.values + (i + r) * sums.stride + j;
             for (int64_t c = 0; c < std::min(kBlock, tile.columns - j); ++c) {
