@@ -15,6 +15,7 @@ from collections.abc import Callable
 BENCHMARKS = {
     "step": ("step", "backward + step under ZeRO, also over a slow link: deepspeed-muon, stock's Muon, AdamW"),
     "single": ("optimizers", "the optimizers alone, on one process"),
+    "start": ("start", "from process start to the first step, cold and warm, beside AdamW"),
     "saves": ("checkpoints", "saves and loads beside AdamW's, and beside what the disk needs for the bytes"),
     "clip": ("attention", "a training step with QK-clip, by how logits are found"),
     "engines": ("engines", "what engine after engine leaves in one process, beside AdamW"),

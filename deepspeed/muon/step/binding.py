@@ -39,6 +39,7 @@ class StepContext:
         unavailable: device type -> reason why the package's fast kernels cannot be used on it.
         ranks_per_node: number of consecutive ranks on one node; 1 if unknown. Ranks of different nodes do not own a
             matrix together, unless the config sets the number of owners.
+        threads: the most threads that a step uses on the CPU; ``None``: as many as torch does.
         peers: process group of the ranks that train the same layers; ``None``: all ranks.
         muon_of_all_stages: with a pipeline, {Muon parameter of any stage: hash of how it is split into matrices}. The
             hash is empty for a parameter that is one matrix. ``None`` without a pipeline.
@@ -52,6 +53,7 @@ class StepContext:
     kernels: Operations = reference.OPERATIONS
     unavailable: Unavailable = field(default_factory=dict)
     ranks_per_node: int = 1
+    threads: int | None = None
     peers: Any = None
     muon_of_all_stages: dict[str, str] | None = None
     is_stepped_in_parts: bool = False

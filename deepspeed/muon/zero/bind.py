@@ -32,6 +32,7 @@ from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoin
 from deepspeed.muon.zero.consensus import Facts, agree, differences
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
+from deepspeed.muon.zero.threads import limited_threads, threads_per_rank, usable_cpus
 from deepspeed.muon.zero.tp_ranks import grid_of, stage_number
 from deepspeed.muon.zero.wrappers.registry import adapter_for
 from deepspeed.muon.zero.wrappers.tensor_parallel import partitions_over_tp
@@ -56,6 +57,7 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         - ``matrices``: the number of Muon's matrices in the whole model.
         - ``first_ranks``: the lowest rank of each stage.
         - ``ranks_per_node``: how many consecutive ranks share a host.
+        - ``threads``: how many threads a rank may use on the CPU.
         - ``monitor``: whether DeepSpeed's monitor is enabled on rank 0.
 
     Raises:
@@ -103,13 +105,14 @@ def bind_engine(engine: Any) -> None:
         kernels=selection.choose(unavailable),
         unavailable=unavailable,
         ranks_per_node=agreed["ranks_per_node"],
+        threads=agreed["threads"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
         is_stepped_in_parts=True,
         is_finite=is_finite,
     )
     world_size = max((p.world_size for p in partitions), default=1)
-    with slow("choosing dtype, method and kernels of Newton-Schulz"):
+    with slow("choosing dtype, method and kernels of Newton-Schulz"), limited_threads(agreed["threads"]):
         tuning = choose_newton_schulz(optimizer, agreed, device, world_size)
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, tuning, device)
@@ -190,6 +193,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "may_time": may_time(),
         # Ranks with the same host name share a node, and only they may own a matrix together.
         "host": socket.gethostname(),
+        "cpus": usable_cpus(),
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
         "monitor": engine.monitor.enabled,
@@ -222,6 +226,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         "bf16": all(stated["bf16"] for stated in facts),
         "may_time": all(stated["may_time"] for stated in facts),
         "ranks_per_node": count_ranks_per_node([stated["host"] for stated in facts]),
+        "threads": threads_per_rank([stated["host"] for stated in facts], [stated["cpus"] for stated in facts]),
         "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
         "shapes": [[*shape, count] for shape, count in counted.items()],
         "groups": max(stated["group_count"] for stated in stages),

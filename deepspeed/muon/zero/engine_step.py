@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed.muon.exchange.exchange import Phase
 from deepspeed.muon.exchange.failures import failures_reported
+from deepspeed.muon.zero.threads import limited_threads
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
 TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schulz", "apply", "adamw"))
@@ -23,7 +24,7 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     optimizer = engine.basic_optimizer
 
     def step() -> None:
-        with failures_reported():
+        with failures_reported(), limited_threads(optimizer.context.threads):
             optimizer.begin_step()
             original(engine, *args, **kwargs)
 

@@ -7,6 +7,8 @@ import math
 from collections import defaultdict
 from typing import Any
 
+import torch
+
 from deepspeed.muon.kernels.selection import summary
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.scale import SCALES, update_rms
@@ -24,6 +26,8 @@ from deepspeed.muon.zero.wrappers.experts import expert_counts
 
 #: Warn if stepping sub-groups one by one takes more than this many times as long as stepping whole groups could.
 MAX_SUB_GROUP_SLOWDOWN = 1.25
+#: Say how to get more threads if a rank may use this many times as many CPUs as it has threads.
+FEW_THREADS = 4
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
@@ -111,10 +115,23 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tu
         f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}",
         *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
         *([f"up to {max(shared)} ranks together orthogonalize each of {len(shared)} matrices"] if shared else ()),
+        *_thread_phrases(optimizer),
         f"elementwise kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         f"Newton-Schulz on {exchange.device.type} in {tuning.log_text(optimizer.choice)}"
         + (f", ns_method {', '.join(methods)} in groups that set it" if methods else ""),
     )
+
+
+def _thread_phrases(optimizer: MuonWithAuxAdam) -> list[str]:
+    """Return a phrase on the threads of this rank's work on the CPU, if there are too many or very few of them."""
+    limit, threads = optimizer.context.threads, torch.get_num_threads()
+    if not any(tensor.is_cpu for partition in optimizer.all_partitions for tensor in partition.tensors):
+        return []
+    if limit is not None and threads > limit:
+        return [f"each rank takes {limit} of its {threads} threads, because the ranks of a node share its CPUs"]
+    if limit is not None and limit >= FEW_THREADS * threads:
+        return [f"each rank takes {threads} of {limit} CPUs: OMP_NUM_THREADS may allow more threads, up to {limit}"]
+    return []
 
 
 def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> str:

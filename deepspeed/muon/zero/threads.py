@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads for the work of a step on the CPU: no more on a node than its ranks have CPUs.
+
+torch and OpenMP start as many threads as a node has cores in every rank, unless ``OMP_NUM_THREADS`` is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+
+def usable_cpus() -> list[int]:
+    """Return the numbers of the CPUs that this process may use; launchers bind ranks to some of a node's."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def threads_per_rank(hosts: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
+    """Return how many threads a rank may use so that no CPU has more than one; at least 1, the same for all ranks.
+
+    Args:
+        hosts: the host name of each rank.
+        cpus: what :func:`usable_cpus` returns on each rank. Ranks of a host share the CPUs that both may use.
+    """
+    ranks = Counter((host, cpu) for host, usable in zip(hosts, cpus, strict=True) for cpu in usable)
+    shares = (sum(1 / ranks[host, cpu] for cpu in usable) for host, usable in zip(hosts, cpus, strict=True))
+    return max(1, int(min(shares) + 1e-9))  # sums of thirds may be a little less than a whole number
+
+
+@contextmanager
+def limited_threads(limit: int | None) -> Iterator[None]:
+    """Let torch use at most ``limit`` threads in the ``with`` block, ``None``: as many as the script has set."""
+    before = torch.get_num_threads()
+    if limit is None or before <= limit:
+        yield
+        return
+    torch.set_num_threads(limit)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads of a step on the CPU: the ranks of a node share its CPUs, and the script's own setting comes back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.muon import tuning
+from deepspeed.muon.step import partition_step
+from deepspeed.muon.zero.threads import limited_threads, threads_per_rank
+from helpers.distributed import run
+from helpers.logs import logged
+from helpers.models import Mlp
+from helpers.training import PARAMS, ds_config, make_engine, train_through_skips
+
+NODE = list(range(96))
+#: With no dtype in the config, the ranks time their kernels at start.
+RACE = {key: value for key, value in PARAMS.items() if key != "ns_dtype"}
+HALVES = [NODE[:48], NODE[48:]]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cpus", "expected"),
+    [
+        (["a"] * 8, [NODE] * 8, 12),
+        (["a"] * 8 + ["b"] * 4, [NODE] * 12, 12),
+        (["a"] * 7, [NODE] * 7, 13),
+        (["a"] * 3, [[0]] * 3, 1),
+        (["a", "b"], [NODE, NODE], 96),
+        (["a"] * 8, [NODE[i * 12 :][:12] for i in range(8)], 12),
+        (["a"] * 6, [HALVES[i % 2] for i in range(6)], 16),
+        (["a"] * 3, [[0, 1, 2]] * 3, 1),
+    ],
+    ids=["a node", "uneven nodes", "no divisor", "more ranks than CPUs", "one each", "bound", "by socket", "thirds"],
+)
+def test_a_rank_takes_its_share_of_the_cpus(hosts: list[str], cpus: list[list[int]], expected: int) -> None:
+    assert threads_per_rank(hosts, cpus) == expected
+
+
+def test_a_limit_lowers_the_threads_and_restores_them() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        for limit, expected in ((2, 2), (6, 4), (None, 4)):
+            with limited_threads(limit):
+                assert torch.get_num_threads() == expected
+            assert torch.get_num_threads() == 4
+        with pytest.raises(ZeroDivisionError), limited_threads(1):
+            _ = 1 / 0
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_of_a_run(threads: int, cpus: int, stage: int) -> tuple[set[int], int, list[str]]:
+    """Return the numbers of threads in steps and while kernels are timed, then the script's, and the log at start."""
+    seen: set[int] = set()
+
+    def noting(function: Callable) -> Callable:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.add(torch.get_num_threads())
+            return function(*args, **kwargs)
+
+        return noted
+
+    torch.set_num_threads(threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.muon.zero.bind.usable_cpus", lambda: list(range(cpus)))
+        patch.setattr("deepspeed.muon.zero.bind.may_time", lambda: True)
+        patch.setattr("deepspeed.muon.tuning.iterate", noting(tuning.iterate))
+        patch.setattr("deepspeed.muon.step.partition_step.orthogonalize", noting(partition_step.orthogonalize))
+        with logged() as lines:
+            engine = make_engine(
+                Mlp(), ds_config(stage=stage, offload=True, optimizer={"type": "Muon", "params": RACE})
+            )
+        train_through_skips(engine, 2)
+    engine.destroy()
+    return seen, torch.get_num_threads(), [line for line in lines if "threads" in line]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("threads", "cpus", "expected", "text"),
+    [
+        (4, 2, 1, "each rank takes 1 of its 4 threads, because the ranks of a node share its CPUs; "),
+        (1, 8, 1, "each rank takes 1 of 4 CPUs: OMP_NUM_THREADS may allow more threads, up to 4; "),
+        (2, 4, 2, ""),
+    ],
+    ids=["too many", "few", "enough"],
+)
+def test_ranks_of_a_node_have_no_more_threads_than_cpus(
+    threads: int, cpus: int, expected: int, text: str, stage: int
+) -> None:
+    for rank, (seen, after, lines) in enumerate(run(threads_of_a_run, 2, threads=threads, cpus=cpus, stage=stage)):
+        assert (seen, after) == ({expected}, threads)
+        assert len(lines) == bool(text and rank == 0)
+        assert all(text in line for line in lines)
