@@ -3,6 +3,7 @@
 
 import errno
 import fcntl
+import json
 import multiprocessing
 import os
 import random
@@ -35,6 +36,7 @@ from helpers import extensions
 from helpers.distributed import Pool, run
 from helpers.logs import logged
 from helpers.models import MODELS, train_engine
+from helpers.paths import TESTS
 from helpers.training import PARAMS, ds_config, make_engine
 
 needs_compiler = pytest.mark.skipif(not MuonBuilder().is_compatible(), reason="no C++ compiler, or torch before 2.6")
@@ -203,6 +205,27 @@ def test_a_module_has_instructions_of_its_capability_only(capability: str, tmp_p
     )
     found = set(re.findall(beyond, text.stdout)) - {"vcvtps2ph"}  # of F16C and AVX-512 F
     assert found == set()
+
+
+@needs_compiler
+@pytest.mark.full
+def test_builds_for_other_cpus_give_the_same_bits() -> None:
+    """Of AVX2 and AVX512, also if oneDNN takes AVX2 alone; without instructions for bf16 its products are PyTorch's."""
+
+    def hashes(**settings: str) -> dict[str, str]:
+        command, env = [sys.executable, "-m", "helpers.bits"], {**os.environ, **settings}
+        done = subprocess.run(command, env=env, cwd=TESTS, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    widest, avx2 = hashes(), hashes(ATEN_CPU_CAPABILITY="avx2")
+    if widest.pop("table") != "C++ (AVX512)":
+        pytest.skip("this CPU lacks AVX512")
+    assert avx2.pop("table") == "C++ (AVX2)"
+    assert avx2 == widest
+    limited = hashes(ATEN_CPU_CAPABILITY="avx2", DNNL_MAX_CPU_ISA="AVX2")
+    of_bf16 = {name for name in widest if "bfloat16" in name and not name.startswith("normalize")}
+    assert {name for name in widest if limited[name] != widest[name]} <= of_bf16
+    assert len(widest) - len(of_bf16) == 21
 
 
 @needs_compiler
