@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print a hash of the result of each C++ operation, as JSON, to compare builds for other CPUs: python -m helpers.bits."""
+"""Print a hash of the result of each C++ operation, as JSON, to compare builds: ``python -m helpers.bits``."""
 
 import hashlib
 import json
