@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the start of the processes to the end of the first step: what a user waits for, next to AdamW."""
+"""Time the start: from the first moment of the processes to the end of the first step, next to AdamW."""
 
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ PARTS = ("import", "initialize", "first step", "second step")
 
 
 def start(world: int = 2, stage: int = 1, layers: int = 8, width: int = 512, rounds: int = 3) -> str:
-    """Seconds until the first step has ended, of Muon and AdamW; cold, where extensions are compiled first, and warm.
+    """Time the start of Muon and AdamW; cold, where extensions are compiled first, and warm, where they are there.
 
     DeepSpeed compiles extensions too: for its collectives on a CPU, and for AdamW.
 
@@ -28,7 +29,7 @@ def start(world: int = 2, stage: int = 1, layers: int = 8, width: int = 512, rou
         rounds: of each, alternating; medians count, of the slowest rank
     """
     setting = {"stage": stage, "layers": layers, "width": width}
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    found = defaultdict[tuple[str, str], list[dict[str, float]]](list)
     for _ in range(rounds):
         for name, environment in OPTIMIZERS.items():
             with tempfile.TemporaryDirectory(prefix="start-") as folder:
@@ -36,7 +37,7 @@ def start(world: int = 2, stage: int = 1, layers: int = 8, width: int = 512, rou
                 for which in ("cold", "warm"):
                     seconds = ranks.run(rank, {"name": name, **setting}, world=world, environment=variables)
                     slowest = {part: max(one[part] for one in seconds) for part in PARTS}
-                    found.setdefault((which, name), []).append(slowest)
+                    found[which, name].append(slowest)
     rows = []
     for (which, name), rounds_of_it in sorted(found.items()):
         row: dict[str, object] = {"extensions": which, "optimizer": name}
@@ -48,12 +49,12 @@ def start(world: int = 2, stage: int = 1, layers: int = 8, width: int = 512, rou
         )
     title = "From the start of the processes to the first step"
     text = f"{layers} x {{{width}x{width}, {4 * width}x{width}, {width}x{4 * width}}}, stage {stage}, {world} ranks, "
-    text += f"one thread each; medians of {rounds} alternating rounds"
+    text += f"one thread each; rounds: {rounds}, alternating, of which medians are shown"
     return report.write(report.name_of("start"), title, rows, text, report.table(rows))
 
 
 def rank(name: str, stage: int, layers: int, width: int) -> dict[str, float]:
-    """Seconds of each part; the first one begins with the process."""
+    """Return the seconds of each part; the first one begins with the process."""
     import psutil
 
     import deepspeed

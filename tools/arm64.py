@@ -45,7 +45,7 @@ TRAIN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", RO
 
 
 def main() -> None:
-    """All steps in order; the first that fails ends the program."""
+    """Run all steps in order, and end the program at the first that fails."""
     start = time.perf_counter()
     if missing := [package for command, package in COMMANDS.items() if shutil.which(command) is None]:
         sys.exit(f"please install {' '.join(missing)}: apt-get install {' '.join(missing)}")

@@ -112,8 +112,8 @@ class Panel<at::BFloat16> {
   // The longest sum of one call, so that the rows of a block and a strip stay in the cache.
   static constexpr int64_t kDepth = 1024;
 
-  // Packs the numbers y[k * step + c * apart] of row k and column c.
-  void pack(const at::BFloat16* y, int64_t step, int64_t apart, int64_t depth, int64_t first, int64_t count) {
+  // Packs columns [first, first + count) of the right factor, whose row k and column c is y[k * row + c * column].
+  void pack(const at::BFloat16* y, int64_t row, int64_t column, int64_t depth, int64_t first, int64_t count) {
     using bfmmla::kTogether, bfmmla::kStep;
     thread_local Scratch scratch;
     depth_ = depth;
@@ -124,7 +124,7 @@ class Panel<at::BFloat16> {
       for (int64_t k = 0; k < padded_; k += kTogether) {
         uint16_t* to = packed_ + j * padded_ + k * kTile;
         for (int64_t c = j; c < std::min(j + kTile, count); ++c) {
-          for (int64_t row = k; row < k + kTogether; ++row) *to++ = row < depth ? y[row * step + c * apart].x : 0;
+          for (int64_t i = k; i < k + kTogether; ++i) *to++ = i < depth ? y[i * row + c * column].x : 0;
         }
       }
     }

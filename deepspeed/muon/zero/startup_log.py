@@ -26,7 +26,7 @@ from deepspeed.muon.zero.wrappers.experts import expert_counts
 
 #: Warn if stepping sub-groups one by one takes more than this many times as long as stepping whole groups could.
 MAX_SUB_GROUP_SLOWDOWN = 1.25
-#: Say how to get more threads if a rank may use this many times as many CPUs as it has threads.
+#: Advise to use more threads if a rank has at least this many CPUs for each of its threads.
 FEW_THREADS = 4
 
 
@@ -123,14 +123,15 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tu
 
 
 def _thread_phrases(optimizer: MuonWithAuxAdam) -> list[str]:
-    """Return a phrase on the threads of this rank's work on the CPU, if there are too many or very few of them."""
+    """Return a phrase for the log on this rank's CPU threads, if there are too many or very few, otherwise nothing."""
     limit, threads = optimizer.context.threads, torch.get_num_threads()
-    if not any(tensor.is_cpu for partition in optimizer.all_partitions for tensor in partition.tensors):
+    on_cpu = any(tensor.is_cpu for partition in optimizer.all_partitions for tensor in partition.tensors)
+    if limit is None or not on_cpu:
         return []
-    if limit is not None and threads > limit:
-        return [f"each rank takes {limit} of its {threads} threads, because the ranks of a node share its CPUs"]
-    if limit is not None and limit >= FEW_THREADS * threads:
-        return [f"each rank takes {threads} of {limit} CPUs: OMP_NUM_THREADS may allow more threads, up to {limit}"]
+    if threads > limit:
+        return [f"each rank uses {limit} of its {threads} threads, because the ranks of a node share its CPUs"]
+    if limit >= FEW_THREADS * threads:
+        return [f"each rank uses {threads} of {limit} CPUs; set OMP_NUM_THREADS to use more, up to {limit}"]
     return []
 
 

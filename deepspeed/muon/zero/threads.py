@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for the work of a step on the CPU: no more on a node than its ranks have CPUs.
+"""Limit the threads of an engine's step, so that the ranks of a node do not use more threads than it has CPUs.
 
-torch and OpenMP start as many threads as a node has cores in every rank, unless ``OMP_NUM_THREADS`` is set.
+Unless ``OMP_NUM_THREADS`` is set, torch starts as many threads in every rank as the node has cores.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import torch
 
 
 def usable_cpus() -> list[int]:
-    """Return the numbers of the CPUs that this process may use; launchers bind ranks to some of a node's."""
+    """Return the numbers of the CPUs that this process may use: all of the node, or those that it is bound to."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def threads_per_rank(hosts: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
-    """Return how many threads a rank may use so that no CPU has more than one; at least 1, the same for all ranks.
+    """Return how many threads each rank may use so that no CPU has more than one; at least 1, equal for all ranks.
 
     Args:
         hosts: the host name of each rank.
-        cpus: what :func:`usable_cpus` returns on each rank. Ranks of a host share the CPUs that both may use.
+        cpus: the result of :func:`usable_cpus` on each rank. Ranks with the same host name share the CPUs that they
+            have in common.
     """
     ranks = Counter((host, cpu) for host, usable in zip(hosts, cpus, strict=True) for cpu in usable)
     shares = (sum(1 / ranks[host, cpu] for cpu in usable) for host, usable in zip(hosts, cpus, strict=True))
@@ -35,7 +36,7 @@ def threads_per_rank(hosts: Sequence[str], cpus: Sequence[Sequence[int]]) -> int
 
 @contextmanager
 def limited_threads(limit: int | None) -> Iterator[None]:
-    """Let torch use at most ``limit`` threads in the ``with`` block, ``None``: as many as the script has set."""
+    """Let torch use at most ``limit`` threads in the ``with`` block, or as many as the script has set if ``None``."""
     before = torch.get_num_threads()
     if limit is None or before <= limit:
         yield

@@ -210,7 +210,7 @@ def test_a_module_has_instructions_of_its_capability_only(capability: str, tmp_p
 @needs_compiler
 @pytest.mark.full
 def test_builds_for_other_cpus_give_the_same_bits() -> None:
-    """Of AVX2 and AVX512, also if oneDNN takes AVX2 alone; without instructions for bf16 its products are PyTorch's."""
+    """Compare AVX2 with AVX512. If oneDNN may use AVX2 only, products of bf16 are PyTorch's and may differ."""
 
     def hashes(**settings: str) -> dict[str, str]:
         command, env = [sys.executable, "-m", "helpers.bits"], {**os.environ, **settings}

@@ -80,19 +80,18 @@ def threads_of_a_run(threads: int, cpus: int, stage: int) -> tuple[set[int], int
     return seen, torch.get_num_threads(), [line for line in lines if "threads" in line]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+TOO_MANY = (4, 2, 1, "each rank uses 1 of its 4 threads, because the ranks of a node share its CPUs; ")
+FEW = (1, 8, 1, "each rank uses 1 of 4 CPUs; set OMP_NUM_THREADS to use more, up to 4; ")
+ENOUGH = (2, 4, 2, "")
+
+
 @pytest.mark.parametrize(
-    ("threads", "cpus", "expected", "text"),
-    [
-        (4, 2, 1, "each rank takes 1 of its 4 threads, because the ranks of a node share its CPUs; "),
-        (1, 8, 1, "each rank takes 1 of 4 CPUs: OMP_NUM_THREADS may allow more threads, up to 4; "),
-        (2, 4, 2, ""),
-    ],
-    ids=["too many", "few", "enough"],
+    ("stage", "case"),
+    [*((stage, TOO_MANY) for stage in range(4)), (2, FEW), (2, ENOUGH)],
+    ids=["too many, 0", "too many, 1", "too many, 2", "too many, 3", "few", "enough"],
 )
-def test_ranks_of_a_node_have_no_more_threads_than_cpus(
-    threads: int, cpus: int, expected: int, text: str, stage: int
-) -> None:
+def test_ranks_of_a_node_have_no_more_threads_than_cpus(stage: int, case: tuple[int, int, int, str]) -> None:
+    threads, cpus, expected, text = case
     for rank, (seen, after, lines) in enumerate(run(threads_of_a_run, 2, threads=threads, cpus=cpus, stage=stage)):
         assert (seen, after) == ({expected}, threads)
         assert len(lines) == bool(text and rank == 0)
