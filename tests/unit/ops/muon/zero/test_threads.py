@@ -77,7 +77,7 @@ def threads_of_a_run(threads: int, cpus: int, stage: int) -> tuple[set[int], int
             )
         train_through_skips(engine, 2)
     engine.destroy()
-    return seen, torch.get_num_threads(), [line for line in lines if "threads" in line]
+    return seen, torch.get_num_threads(), [line for line in lines if "each rank uses" in line]
 
 
 TOO_MANY = (4, 2, 1, "each rank uses 1 of its 4 threads, because the ranks of a node share its CPUs; ")
