@@ -309,7 +309,6 @@ def with_unlike_threads() -> list[tuple[int, ...]]:
         orthogonalize(torch.randn(3, 512, 1024), STEPS[:1], kernels=kernels, gram_axis=0)
     finally:
         dist.all_reduce = original
-        torch.set_num_threads(1)
     return sent
 
 

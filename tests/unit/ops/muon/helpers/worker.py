@@ -70,7 +70,6 @@ def join(collective_timeout: float) -> None:
     from helpers.racing import without_races
 
     logger.setLevel("WARNING")
-    torch.set_num_threads(1)
     without_races()
     if "deepspeed.muon" in sys.modules:  # else the ranks are to run stock DeepSpeed
         # Where broadcasts cost nothing, ranks share the work of small models too.
@@ -163,6 +162,7 @@ def _run(message: bytes, cleans: bool) -> bytes:
     import torch
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # a job before may have set more
     try:
         fn, kwargs = pickle.loads(message)
         with _nothing_left() if cleans else nullcontext(), _recorded() as recorder:
