@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ def forecast_rates(config: MuonConfig, section: Any) -> RateForecast:
     ``config``: the settings in ``optimizer.params``. ``section``: the ds_config's section ``scheduler``, or ``None``.
 
     Raises:
-        SettingsError: DeepSpeed cannot build the schedule, or it fails in the first step.
+        SettingsError: DeepSpeed cannot build the schedule, or it fails in the first steps.
         MuonConfigError: deepspeed-muon refuses a value of the schedule.
     """
     linear = nn.Linear(2, 2)
@@ -77,12 +78,14 @@ def forecast_rates(config: MuonConfig, section: Any) -> RateForecast:
     try:
         scheduler = _built(optimizer, name, params)
         rates = [RateAt(0, "the first", *_rates(optimizer))]
+        with _without_warnings():
+            scheduler.step()  # some schedules fail only now
         for step, when in _milestones(scheduler):
             _advance(scheduler, step)
             rates.append(RateAt(step, when, *_rates(optimizer)))
     except MuonConfigError:
         raise
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, TypeError, ValueError) as error:
         raise SettingsError(f"scheduler: {name} fails: {error}") from None
     finally:
         lr_schedules.logger.disabled = False
@@ -137,8 +140,7 @@ def _advance(scheduler: Any, step: int) -> None:
     if type(scheduler).__module__ == lr_schedules.__name__:
         scheduler.step(step - 1)
         return
-    with warnings.catch_warnings():  # torch's: of calls from outside of its step
-        warnings.simplefilter("ignore")
+    with _without_warnings():
         if hasattr(scheduler, "T_0"):
             scheduler.step(step)
             return
@@ -146,6 +148,14 @@ def _advance(scheduler: Any, step: int) -> None:
         rates = getattr(scheduler, "_get_closed_form_lr", scheduler.get_lr)()
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hide torch's warnings that a scheduler moves although its optimizer makes no steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _rates(optimizer: MuonWithAuxAdam) -> tuple[float, float]:

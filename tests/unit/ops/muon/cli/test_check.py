@@ -145,6 +145,7 @@ FAILS: list[tuple[dict[str, Any], str]] = [
     (scheduled("WarmupLR", warmup_num_steps=0), "warmup_num_steps must be a positive integer"),
     (scheduled("WarmupLR", warmup_max_lr=[1e-3] * 3), "scheduler.params.warmup_max_lr: got 3 values"),
     (scheduled("OneCycle", **CYCLE | {"cycle_max_lr": "auto"}), "OneCycle fails: unsupported operand"),
+    (scheduled("StepLR", step_size=0), "StepLR fails: "),
     (scheduled("OneCycle", **CYCLE, cycle_max_mom=1.5), "scheduler.params.cycle_max_mom: got 1.5"),
 ]
 

@@ -61,7 +61,6 @@ def _die_with(parent: int) -> None:
 
 def join(collective_timeout: float) -> None:
     """Initialise torch.distributed through DeepSpeed, for training in float32, bfloat16 and float16."""
-    import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
     from torch.distributed import distributed_c10d
