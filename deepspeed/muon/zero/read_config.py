@@ -256,7 +256,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
     if named and not _is_ds_config(section):
         file = section[named]
         instead = (
-            f"pass --config {file}"
+            f"give {file} instead"
             if Path(file).suffix
             else f"{file} is the tool's: write it into a file, and pass that"
         )

@@ -237,7 +237,7 @@ FOREIGN = {
     "two": ('{"a": {"zero_optimization": {}}, "b": {"zero_optimization": {}}}', "ds_configs lie under a, b"),
     "names": (
         "deepspeed: configs/zero2.json\nbf16: true\n",
-        "its key deepspeed names one; pass --config configs/zero2.json",
+        "its key deepspeed names one; give configs/zero2.json instead",
     ),
     "arguments": ("output_dir: out\nlearning_rate: 1e-4\ngradient_accumulation_steps: 2\n", "training arguments"),
     "fsdp": ("distributed_type: FSDP\nfsdp_config: {}\n", "distributed_type FSDP; expected DEEPSPEED"),
