@@ -22,11 +22,11 @@ def start(world: int = 2, stage: int = 1, layers: int = 8, width: int = 512, rou
     DeepSpeed compiles extensions too: for its collectives on a CPU, and for AdamW.
 
     Args:
-        world: ranks, one thread each
-        stage: of ZeRO
-        layers: of the model; each has three matrices
-        width: of its matrices, of which two are four times as long
-        rounds: of each, alternating; medians count, of the slowest rank
+        world: number of ranks, with one thread each
+        stage: ZeRO stage
+        layers: number of layers of the model, each with three matrices
+        width: width of the matrices; two in each layer are four times as long
+        rounds: how often each optimizer is started, in turn; the table shows medians of the slowest rank's times
     """
     setting = {"stage": stage, "layers": layers, "width": width}
     found = defaultdict[tuple[str, str], list[dict[str, float]]](list)
@@ -62,9 +62,9 @@ def rank(name: str, stage: int, layers: int, width: int) -> dict[str, float]:
     ends = [psutil.Process().create_time(), time.time()]
     model = nn.Sequential(
         *(
-            nn.Linear(width * rows, width * cols, bias=False)
+            nn.Linear(width * inputs, width * outputs, bias=False)
             for _ in range(layers)
-            for cols, rows in ((1, 1), (4, 1), (1, 4))
+            for outputs, inputs in ((1, 1), (4, 1), (1, 4))
         )
     )
     config = {

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds, tests and trains with the kernels of csrc/muon on 64-bit Arm, emulated by an x86-64 machine: ``make arm64``.
+"""Build, test and train with the kernels of csrc/muon on 64-bit Arm, emulated by an x86-64 machine: ``make arm64``.
 
-1. Debian's Python for arm64, from the sources that apt is set up with, is unpacked into a folder.
-2. pip takes the packages with compiled code for aarch64; those in plain Python are this environment's own.
-3. The package builds its kernels under emulation; the cross compiler that it starts runs at full speed.
-4. Two ranks train ten steps, with the kernels and without them.
-5. The kernels are tested.
+1. Unpack Debian's Python for arm64, from apt's configured sources, into a folder.
+2. Install aarch64 wheels of the packages with compiled code; packages in plain Python are those of this environment.
+3. Build the kernels under emulation; the cross compiler that the build starts runs at full speed.
+4. Train ten steps on two ranks, with the kernels and without them.
+5. Run the kernels' tests.
 
 All of it is below build/arm64, and the next run uses it again. ``QEMU_CPU`` selects the emulated CPU, such as
 ``neoverse-n1``.

@@ -18,7 +18,7 @@ namespace bfmmla {
 // Rows and columns of the sums that the innermost loop keeps in registers.
 constexpr int64_t kBlock = 8;
 
-// Numbers of a row or column that one instruction multiplies, and that one load takes.
+// How many numbers of a row or column one instruction multiplies (kTogether), and how many one load reads (kStep).
 constexpr int64_t kTogether = 4, kStep = 8;
 
 // Adds the products of kStep numbers of each row with those of packed columns.
@@ -51,7 +51,7 @@ MUON_BFMMLA inline void multiply_block(
   for (; k + kStep <= depth; k += kStep, right += kStep * kTile) {
     add_step(left, k, right, sums);
   }
-  if (k < depth) {  // zeros, because an infinite number behind the end of a row would not vanish times zero
+  if (k < depth) {  // pad with zeros: what follows a row's end may be infinite, and infinity times zero is NaN
     uint16_t ends[kBlock][kStep] = {};
     for (int r = 0; r < kBlock; ++r) {
       std::memcpy(ends[r], left[r] + k, (depth - k) * sizeof(uint16_t));
@@ -92,7 +92,7 @@ class Panel<at::BFloat16> {
       const int64_t depth = std::min(kDepth, depth_ - k);
       for (int64_t i = 0; i < tile.rows; i += kBlock) {
         for (int64_t j = 0; j < tile.columns; j += kBlock) {
-          const uint16_t* starts[kBlock];  // the last row stands for those that a block has too many
+          const uint16_t* starts[kBlock];  // past the tile's end its last row is repeated, and the sums are dropped
           for (int64_t r = 0; r < kBlock; ++r) starts[r] = rows + std::min(i + r, tile.rows - 1) * stride + k;
           float block[kBlock][kBlock];
           bfmmla::multiply_block(starts, strip + j * bfmmla::kTogether, depth, block);

@@ -270,7 +270,7 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
         kernels,
         world_size=found.world_size,
     )
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"this CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"this CPU, threads: {torch.get_num_threads()}"
     return {
         "device": name,
         "kernels": kernels.name,

@@ -189,7 +189,7 @@ def _grad_norm(axes: Any, records: Records) -> None:
 
 
 def _halves(values: Mapping[str, Values], measure: str) -> dict[str, Values]:
-    """Return {"muon": series, "adamw": series}, for ``lr`` the series ``lr_muon`` and ``lr_adamw`` of ``values``.
+    """Return {"muon": series, "adamw": series} of a ``measure``; those of ``lr`` are ``lr_muon`` and ``lr_adamw``.
 
     A series that ``values`` lacks is left out.
     """

@@ -19,7 +19,7 @@ from deepspeed.muon.errors import MuonConfigError, SettingsError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.scheduler_section import check_schedule
 
-#: Number of steps in a schedule's attribute, counted from 0 -> what an optimizer step of this number is.
+#: Attribute of a schedule that counts steps -> (step to report minus the attribute's value, what that step is).
 MILESTONES = {
     "warmup_num_steps": (1, "the first after the warm-up"),
     "total_num_steps": (-1, "the last of total_num_steps"),
@@ -74,7 +74,7 @@ def forecast_rates(config: MuonConfig, section: Any) -> RateForecast:
     if not isinstance(params, Mapping):
         raise SettingsError(f"scheduler.params: expected an object, got {params!r}")
     params, notes = _filled(params, optimizer.defaults["lr"])
-    lr_schedules.logger.disabled = True  # it warns of a rate before the first step, which is what this is about
+    lr_schedules.logger.disabled = True  # it would warn that rates are read before the first step
     try:
         scheduler = _built(optimizer, name, params)
         rates = [RateAt(0, "the first", *_rates(optimizer))]
@@ -90,7 +90,7 @@ def forecast_rates(config: MuonConfig, section: Any) -> RateForecast:
     finally:
         lr_schedules.logger.disabled = False
     if not any(hasattr(scheduler, total) for total in TOTALS):
-        notes.append(f"{name} does not know how long the run is, so the rate of its last step is not in the file")
+        notes.append(f"{name} does not know how long the run is, so the rate of the run's last step is unknown")
     notes.append("a scheduler that the script passes to deepspeed.initialize replaces this one")
     return RateForecast(rates, notes)
 

@@ -26,8 +26,8 @@ from deepspeed.muon.zero.wrappers.experts import expert_counts
 
 #: Warn if stepping sub-groups one by one takes more than this many times as long as stepping whole groups could.
 MAX_SUB_GROUP_SLOWDOWN = 1.25
-#: Advise to use more threads if a rank has at least this many CPUs for each of its threads.
-FEW_THREADS = 4
+#: Advise using more threads if a rank has at least this many CPUs for each of its threads.
+CPUS_PER_THREAD_TO_ADVISE = 4
 
 
 def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
@@ -54,7 +54,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
         f"Muon updates {sum(len(s.blocks) for s in matrices)} matrices ({_elements(matrices):,} parameters)",
         *expert_counts(engine, optimizer),
         f"AdamW updates {len(rest)} tensors ({_elements(rest):,} parameters)",
-        *([f"{len(lora)} of them LoRA factors (Muon by muon_include)"] if lora else ()),
+        *([f"{len(lora)} of them LoRA factors (muon_lora can send them to Muon)"] if lora else ()),
         f"on {count} rank{'s' * (count > 1)}{_work_division(engine, optimizer)}",
     )
     logger.info("deepspeed-muon %s: %s%s", __version__, place, ", ".join(facts))
@@ -130,7 +130,7 @@ def _thread_phrases(optimizer: MuonWithAuxAdam) -> list[str]:
         return []
     if threads > limit:
         return [f"each rank uses {limit} of its {threads} threads, because the ranks of a node share its CPUs"]
-    if limit >= FEW_THREADS * threads:
+    if limit >= CPUS_PER_THREAD_TO_ADVISE * threads:
         return [f"each rank uses {threads} of {limit} CPUs; set OMP_NUM_THREADS to use more, up to {limit}"]
     return []
 
