@@ -258,7 +258,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
         instead = (
             f"give {file} instead"
             if Path(file).suffix
-            else f"{file} is the tool's: write it into a file, and pass that"
+            else f"{file} is the tool's: write it into a file, and give that"
         )
         raise SettingsError(f"{path}: not a ds_config, but its key {named} names one; {instead}")
     if foreign := sorted(TRAINING_ARGUMENTS & section.keys()):

@@ -200,10 +200,10 @@ def loop_beside_steps(orders: Sequence[Sequence[str]], case: dict[str, Any], fol
     ],
     ids=lambda case: "-".join(map(str, (case["stage"], *list(case)[1:], case.get("dtype", "fp32")))),
 )
-@pytest.mark.time_limit(600)
+@pytest.mark.time_limit(1200)
 def test_a_loop_in_any_order_equals_its_steps(case: dict[str, Any], orders: Any, tmp_path: Path) -> None:
     """Bit by bit. A load or step while states are away is refused and changes nothing."""
-    assert run(loop_beside_steps, 2, timeout=500, case=case, orders=orders, folder=str(tmp_path)) == [[], []]
+    assert run(loop_beside_steps, 2, timeout=1100, case=case, orders=orders, folder=str(tmp_path)) == [[], []]
 
 
 # ---- several engines ------------------------------------------------------------------------------------------------
