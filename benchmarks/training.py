@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -324,14 +324,18 @@ def rank(**setting: Any) -> dict[str, Any]:
 
 
 def merge(job: Job, found: Sequence[dict]) -> dict[str, Any]:
-    """One record of a launch; seconds are medians over the steps, each step that of its slowest rank."""
+    """One record of a launch; seconds are medians over the steps, each step that of its slowest rank.
 
-    def slowest(*names: str) -> float:
+    The optimizer's seconds are also those of its fastest rank, as ``optimizer s, fastest rank``.
+    """
+
+    def seconds_of(*names: str, of_ranks: Callable[[Iterable[float]], float] = max) -> float:
         steps = zip(*(of_rank["times"] for of_rank in found), strict=True)
-        return statistics.median(max(sum(time[name] for name in names) for time in step) for step in steps)
+        return statistics.median(of_ranks(sum(time[name] for name in names) for time in step) for step in steps)
 
-    record: dict[str, Any] = dataclasses.asdict(job) | found[0]["first"] | {"seconds": slowest(*PHASES)}
-    record |= {f"{name} s": slowest(name) for name in (*PHASES, "forward", "optimizer")}
+    record: dict[str, Any] = dataclasses.asdict(job) | found[0]["first"] | {"seconds": seconds_of(*PHASES)}
+    record |= {f"{name} s": seconds_of(name) for name in (*PHASES, "forward", "optimizer")}
+    record["optimizer s, fastest rank"] = seconds_of("optimizer", of_ranks=min)
     for kind, reduce in {"max": max, "mean": statistics.fmean}.items():
         record |= {name: reduce([of_rank[kind][name] for of_rank in found]) for name in found[0][kind]}
     return record | {"MB": sum(record[f"{phase} MB"] for phase in PHASES)}
