@@ -74,11 +74,12 @@ def rank(name: str, stage: int, layers: int, width: int) -> dict[str, float]:
         "optimizer": {"type": name, "params": {"lr": 1e-3}},
         "steps_per_print": 10**9,
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    ends.append(time.time())
-    for _ in range(2):
-        engine.backward(engine(torch.randn(1, width, dtype=torch.bfloat16)).float().square().mean())
-        engine.step()
+    with ranks.joined():
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         ends.append(time.time())
-    engine.destroy()
+        for _ in range(2):
+            engine.backward(engine(torch.randn(1, width, dtype=torch.bfloat16)).float().square().mean())
+            engine.step()
+            ends.append(time.time())
+        engine.destroy()
     return {part: end - begin for part, begin, end in zip(PARTS, ends[:-1], ends[1:], strict=True)}

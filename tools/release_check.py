@@ -183,6 +183,7 @@ def train(module: str, kernels: str | None = None) -> None:
     assert any(group["use_muon"] for group in optimizer.param_groups)
     assert kernels is None or optimizer.context.kernels.name == kernels, optimizer.context.kernels.name
     assert losses[-1] < losses[0], losses
+    torch.distributed.destroy_process_group()
 
 
 def intact(alone: bool) -> None:

@@ -66,6 +66,7 @@ def main() -> None:
         print(f"{calls:5} {file}")
     moves = sum(a != b for a, b in pairwise(files))
     print(f"{len(files)} calls in {len(set(files))} files, {moves} moves between them")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

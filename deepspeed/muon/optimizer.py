@@ -350,6 +350,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             "; ".join(reasons),
         )
 
+    # ---- state ------------------------------------------------------------------------------------
+
     def create_states(self, partition: Partition) -> None:
         """Create missing optimizer states of a :class:`Partition`'s tensors, which must be in memory (not on NVMe)."""
         use_muon = self.param_groups[partition.index]["use_muon"]
