@@ -21,6 +21,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "examples/pretrain_gpt")]
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import gpu, ns, questions, ranks, report, roofline, step  # noqa: E402
 from benchmarks.rates import Rates  # noqa: E402
+from benchmarks.training import Job, merge  # noqa: E402
 
 #: Round numbers: one operation and one byte a unit.
 RATES = Rates(bf16=1e9, fp32=1e8, fp16=1e7, copy=1e6, network=1e3)
@@ -47,6 +48,18 @@ def test_every_benchmark_has_a_command_line(name: str) -> None:
     found = vars(parser.parse_args(words))
     assert {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()} == defaults
     assert all(action.help for action in parser._actions)
+
+
+def test_a_record_has_each_step_of_its_slowest_rank_and_the_optimizers_of_its_fastest() -> None:
+    """Medians over the steps; which rank is slowest changes from step to step."""
+
+    def of_rank(*optimizer: float) -> dict:
+        times = [{"forward": 1.0, "backward": 2.0, "step": 1 + s, "optimizer": s} for s in optimizer]
+        return {"times": times, "max": {}, "mean": {"backward MB": 1.0, "step MB": 2.0}, "first": {}}
+
+    record = merge(Job("3", "ours"), [of_rank(1, 20, 300), of_rank(10, 2, 400)])
+    assert (record["seconds"], record["optimizer s"], record["optimizer s, fastest rank"]) == (23, 20, 2)
+    assert record["MB"] == 3
 
 
 def test_without_a_name_all_are_listed_and_wrong_options_are_refused(capsys: pytest.CaptureFixture) -> None:
