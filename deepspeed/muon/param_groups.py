@@ -16,7 +16,7 @@ from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, is_harmless
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.log import listed, logger
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.routing import is_lora, shapes
+from deepspeed.muon.matrices.routing import shapes
 from deepspeed.muon.matrices.splitting import MatrixSpec, first_match
 from deepspeed.muon.matrices.tp_sharding import whole_shape
 
@@ -301,7 +301,7 @@ def no_matrix_error(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     matrices = [spec for spec in specs if len(spec.whole) >= 2]
     if all(spec.chosen_by for spec in matrices) or any(spec.use_muon or spec.overrides_rules for spec in specs):
         return None
-    has_lora = any(map(is_lora, matrices))
+    has_lora = any(spec.is_lora for spec in matrices)
     if is_part and not has_lora:
         return None
     reasons: dict[str, list[str]] = {}

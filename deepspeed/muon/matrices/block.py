@@ -44,8 +44,9 @@ class Block:
 
     The block starts at index ``offset`` of the flattened parameter, and its rows are ``stride`` elements apart. Rows
     that are not evenly spaced form several ``bands`` of equal size, ``gap`` elements apart: the queries of each head in
-    a fused weight, for example. With n = rows / bands, the index of element (i, j) is ``offset + i // n * gap + i % n *
-    stride + j``.
+    a fused weight, for example. Its columns are ``step`` elements apart: every fourth column of a weight that holds a
+    LoRA factor of each of 4 experts, for example. With n = rows / bands, the index of element (i, j) is ``offset +
+    i // n * gap + i % n * stride + j * step``.
     """
 
     offset: int
@@ -54,6 +55,7 @@ class Block:
     stride: int
     bands: int = 1
     gap: int = 0
+    step: int = 1
 
     @property
     def numel(self) -> int:
@@ -69,29 +71,36 @@ class Block:
         """Return the index in the flattened parameter of element ``at`` of the flattened block."""
         row, column = divmod(at, self.cols)
         band, row = divmod(row, self.rows // self.bands)
-        return self.offset + band * self.gap + row * self.stride + column
+        return self.offset + band * self.gap + row * self.stride + column * self.step
 
     def before(self, element: int) -> int:
         """Return how many elements of the block lie before index ``element`` of the flattened parameter."""
         inside, numel = max(0, element - self.offset), self.rows * self.cols
-        if self.stride == self.cols and self.bands == 1:
+        if self.stride == self.cols and self.bands == 1:  # step is 1
             return min(inside, numel)
         whole = numel // self.bands
         band, inside = divmod(inside, self.gap) if self.bands > 1 else (0, inside)
         row, column = divmod(inside, self.stride)
-        return min(band * whole + min(row * self.cols + min(column, self.cols), whole), numel)
+        columns = min(-(-column // self.step), self.cols)
+        return min(band * whole + min(row * self.cols + columns, whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
         """Yield rectangles of the block's elements with index ``start`` to ``stop - 1`` in the flattened parameter.
 
         ``pitch``: if the block is one tensor-parallel rank's part of a matrix, the number of columns of that matrix.
-        The rectangles' ``at`` and ``pitch`` then refer to that matrix, with index 0 at the block's first element.
+        The rectangles' ``at`` and ``pitch`` then refer to that matrix, with index 0 at the block's first element. Such
+        a part has ``step`` 1.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
         while at < end:
             left = min(end, (at // in_band + 1) * in_band) - at
             column = at % self.cols
+            if self.step > 1:  # each element is a row of the piece
+                rows = left if self.stride == self.cols * self.step else min(self.cols - column, left)
+                yield Piece(self.element(at), at, rows, 1, self.step if rows > 1 else 1, 1)
+                at += rows
+                continue
             if self.rows == 1 or (self.stride == self.cols and pitch in (None, self.cols)):
                 rows, cols = 1, left
             elif column or left < self.cols:
@@ -128,6 +137,8 @@ def cut(block: Block, by: Cut) -> tuple[Block, ...]:
     starts = [sum(by.sizes[:i]) for i in range(len(by.sizes))]
     pairs, stride = zip(starts, by.sizes, strict=True), block.stride
     if by.axis == 1:
-        return tuple(replace(block, offset=block.offset + start, cols=size) for start, size in pairs)
+        return tuple(replace(block, offset=block.offset + start * block.step, cols=size) for start, size in pairs)
     bands, gap = by.groups, sum(by.sizes) * stride if by.groups > 1 else 0
-    return tuple(Block(block.offset + i * stride, n * bands, block.cols, stride, bands, gap) for i, n in pairs)
+    return tuple(
+        replace(block, offset=block.offset + i * stride, rows=n * bands, bands=bands, gap=gap) for i, n in pairs
+    )

@@ -83,10 +83,10 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     queries = own.queries or stated.queries
     if not queries:
         return None
-    groups = _first(attention, ("num_key_value_groups",))
+    groups = first_number(attention, ("num_key_value_groups",))
     # A module that has an attribute for its query heads and none for key heads has as many key heads as query heads.
     keys = own.keys or (queries // groups if groups else own.queries or stated.keys or queries)
-    shares = (_first(source, _SIZES) // queries for source in (attention, config))
+    shares = (first_number(source, _SIZES) // queries for source in (attention, config))
     width = own.width or stated.width or next(filter(None, shares), 0)
     rest = {name: getattr(own, name) or getattr(stated, name) for name in ("nope", "rope", "value", "values")}
     return Heads(queries, keys, width, **rest)
@@ -108,11 +108,12 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _numbers(source: Any) -> Heads:
-    names = _NAMES_IN_LINEAR if _first(source, _VALUES) else _NAMES
-    return Heads(**{number: _first(source, found) for number, found in names.items()})
+    names = _NAMES_IN_LINEAR if first_number(source, _VALUES) else _NAMES
+    return Heads(**{number: first_number(source, found) for number, found in names.items()})
 
 
-def _first(source: Any, names: Sequence[str]) -> int:
+def first_number(source: Any, names: Sequence[str]) -> int:
+    """Return the first of the attributes ``names`` that is a positive whole number in ``source``; 0 if none is."""
     for name in names:
         try:
             value = getattr(source, name, None)

@@ -2,13 +2,13 @@
 """Decide which parameters Muon updates and which AdamW, with a reason for each (routing).
 
 Muon updates hidden matrices: 2-D weights of linear-like modules that are not an embedding, output head, router or
-factor of a low-rank adapter, by module class, shape and name. A stack of experts is several matrices. The user's tags
-(``param.use_muon``) and patterns (``muon_include``, ``muon_exclude``) override these rules.
+factor of a low-rank adapter. The role of a weight follows from what the model says, from the layers around it, and last
+from names. A stack of experts is several matrices. The user's tags (``param.use_muon``) and patterns (``muon_include``,
+``muon_exclude``) override these rules.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -19,31 +19,28 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.heads import is_projection
-from deepspeed.muon.matrices.pipeline import embeddings_and_heads, shared_parameters
-from deepspeed.muon.matrices.splitting import MatrixSpec, Use, first_match, is_convolution, is_stack, split_parameter
+from deepspeed.muon.matrices.lora import Factor, lora_factors
+from deepspeed.muon.matrices.output_heads import find_output_heads
+from deepspeed.muon.matrices.pipeline import shared_parameters
+from deepspeed.muon.matrices.splitting import (
+    MatrixSpec,
+    Use,
+    embedding_reason,
+    first_match,
+    is_convolution,
+    is_linear_like,
+    is_stack,
+    packed_experts,
+    split_parameter,
+    without_copy,
+    without_wrappers,
+)
 from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
 
 #: Attribute of a parameter that says whether Muon updates it; set by users, stock DeepSpeed and other projects.
 TAG = "use_muon"
 #: Attribute with a copy of the tag that :func:`tag_parameters` has set; a different tag was set by the user.
 ROUTED_TAG = "_use_muon_routed"
-
-#: Module names of output heads, and names that mean an output head only at the top level of the model.
-HEAD_NAMES = frozenset({"lm_head", "score", "classifier", "embed_out", "output_projection", "qa_outputs"})
-TOP_LEVEL_HEAD_NAMES = frozenset({"output", "head"})
-#: ``LinearLayer`` and ``LinearAllreduce`` belong to DeepSpeed's tensor parallelism.
-_LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer|Allreduce)?$|^Conv1D$")
-_EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
-#: Name parts to remove: PEFT's, after a module that it trains in full; prefixes of PEFT, torch.compile and DDP.
-_SAVED_COPY = re.compile(r"\.modules_to_save\.[^.]+$")
-_PREFIX = re.compile(r"^((base_model\.model|_orig_mod|module)\.)+")
-#: Names of low-rank factors in PEFT, torchtune, diffusers, DeepSpeed-Chat and DeepSpeed's OptimizedLinear.
-_LORA = re.compile(
-    r"(^|[._])lora_?(embedding_)?(A|B|a|b|up|down|left_weight|right_weight|weight_[12]|magnitude_vector)([._]|$)"
-)
-#: Names of the low-rank factor B, which starts at zero and is applied second.
-_LORA_B = re.compile(r"(^|[._])lora_?(embedding_)?(B|b|up|left_weight|weight_2)([._]|$)")
-
 
 #: The dtypes of matrices that Muon can update. Of a complex matrix Newton-Schulz would read the real part only.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -68,14 +65,18 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
         MuonConfigError: a split in ``muon_split`` does not fit its parameter, or heads are unknown.
     """
     config = config or MuonConfig()
-    outer = _output_embeddings(model) | embeddings_and_heads(model)
+    used = _uses(model)
+    factors = lora_factors(model, {use.name: whole_shape(param) for param, uses in used.items() for use in uses})
+    routers = {param for param, uses in used.items() if any(map(_router, uses))}
+    heads = find_output_heads(model, used, routers | {p for p, uses in used.items() if uses[0].name in factors})
     specs, shared = {}, shared_parameters(model)
-    for param, uses in _uses(model).items():
+    for param, uses in used.items():
         if not param.requires_grad:
             continue
         names, shape = [use.name for use in uses], whole_shape(param)
-        no_matrix = _not_a_matrix(shape, param.dtype)
-        by_rules = Route(False, no_matrix) if no_matrix else _route_by_rules(shape, uses, outer.get(param), config)
+        no_matrix, factor = _not_a_matrix(shape, param.dtype), factors.get(names[0])
+        head = heads.reasons.get(param)
+        by_rules = Route(False, no_matrix) if no_matrix else _route_by_rules(shape, uses, head, factor, config)
         decided = _route_by_user(names, param, no_matrix, config) or by_rules
         # Each stage updates its own copy. AdamW gives all copies equal bits, Newton-Schulz may not.
         if decided.use_muon and param in shared:
@@ -92,8 +93,10 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
             is_projection=is_projection(uses[0].projection[0]),
             overrides_rules=decided.use_muon is not by_rules.use_muon,
             output_axis=uses[0].matrix_output_axis(shape),
+            is_lora=factor is not None,
+            may_be_head=param in heads.uncertain and decided.use_muon and decided == by_rules,
         )
-        specs[param] = split_parameter(spec, names, param, uses[0], config, model) if decided.use_muon else spec
+        specs[param] = split_parameter(spec, names, param, uses[0], config, model, factor) if decided.use_muon else spec
     return specs
 
 
@@ -144,32 +147,12 @@ def _uses(model: nn.Module) -> dict[nn.Parameter, list[Use]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     uses: dict[nn.Parameter, list[Use]] = {}
     for path, module in modules.items():
-        place = _SAVED_COPY.sub("", path)
+        place = without_copy(path)
         parent = modules[place.rpartition(".")[0]] if place else nn.Module()
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            use = Use(f"{path}.{attribute}".lstrip("."), module, parent, _PREFIX.sub("", place), attribute)
+            use = Use(f"{path}.{attribute}".lstrip("."), module, parent, without_wrappers(path), attribute)
             uses.setdefault(param, []).append(use)
     return uses
-
-
-def _output_embeddings(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return {weight: reason} for the output head of a Hugging Face model; empty if the model does not name it."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
-    found = head.parameters() if isinstance(head, nn.Module) else ()
-    return dict.fromkeys(found, "output head (get_output_embeddings)")
-
-
-def is_lora(spec: MatrixSpec) -> bool:
-    """Return whether a parameter's name and shape show that it is a factor of a low-rank adapter (LoRA)."""
-    return _lora(spec.name, spec.shape) is not None
-
-
-def _lora(name: str, shape: tuple[int, ...]) -> str | None:
-    # A square matrix is not low-rank, whatever its name.
-    if not _LORA.search(name) or (len(shape) == 2 and shape[0] == shape[1]):
-        return None
-    return f"LoRA factor of rank {min(shape)}" if len(shape) == 2 else "LoRA"
 
 
 def _route_by_user(names: Sequence[str], param: nn.Parameter, no_matrix: str, config: MuonConfig) -> Route | None:
@@ -204,25 +187,31 @@ def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return "" if dtype in DTYPES else f"numbers of {dtype}"
 
 
-def _route_by_rules(shape: tuple[int, ...], uses: list[Use], outer: str | None, config: MuonConfig) -> Route:
-    """Return the route of a parameter without tag or pattern; ``outer`` says why it is an embedding or head, if so."""
+def _route_by_rules(
+    shape: tuple[int, ...], uses: list[Use], head: str | None, factor: Factor | None, config: MuonConfig
+) -> Route:
+    """Return the route of a parameter without tag or pattern; ``head`` says why it is an output head, if so."""
+    if factor and len(shape) == 2:
+        use_muon = factor.rank > 1 and (config.muon_lora == "both" or (config.muon_lora == "B" and factor.is_b))
+        return Route(use_muon, str(factor) + (f", by muon_lora {config.muon_lora}" if use_muon else ""))
+    tied = ", tied" if len(uses) > 1 else ""
     if len(shape) != 2:
-        return _route_of_more_dimensions(shape, uses[0], config.muon_conv)
-    if lora := _lora(uses[0].name, shape):
-        use_muon = config.muon_lora == "both" or (config.muon_lora == "B" and bool(_LORA_B.search(uses[0].name)))
-        return Route(use_muon and min(shape) > 1, lora + (f", by muon_lora {config.muon_lora}" if use_muon else ""))
+        return Route(False, head + tied) if head else _route_of_more_dimensions(shape, uses[0], config.muon_conv)
     if min(shape) == 1:
         return Route(False, "a vector in the shape of a matrix")
-    for rule in (_embedding, _head, _router):
+    for rule in (embedding_reason, _router):
         for use in uses:
             if reason := rule(use):
-                return Route(False, reason + (", tied" if len(uses) > 1 else ""))
-    if outer:
-        return Route(False, outer)
+                return Route(False, reason + tied)
+    if head:
+        return Route(False, head + tied)
     module = uses[0].module
     kind = type(module).__name__
-    if _is_linear_like(module, uses[0].attribute):
+    if is_linear_like(module, uses[0].attribute):
         return Route(True, f"hidden matrix of {kind}")
+    if packed_experts(module, shape):
+        why = f"2-D, but {kind} may hold several experts' matrices in it"
+        return Route(False, f"{why}; for Muon set muon_include, and their sizes in muon_split")
     return Route(False, f"2-D, but {kind} is not a known linear module; for Muon set param.use_muon = True")
 
 
@@ -239,25 +228,6 @@ def _route_of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> Ro
     return Route(False, "more than two dimensions")
 
 
-def _embedding(use: Use) -> str | None:
-    kind = type(use.module).__name__
-    if isinstance(use.module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in kind:
-        return f"embedding ({kind})"
-    if not _is_linear_like(use.module, use.attribute) and _EMBEDDING_LIKE.search(use.attribute):
-        return f"embedding by its name {use.attribute}"
-    return None
-
-
-def _head(use: Use) -> str | None:
-    parts = use.path.split(".")
-    if parts[-1] in HEAD_NAMES or use.path in TOP_LEVEL_HEAD_NAMES:
-        return f"output head {parts[-1]}"
-    if "classifier" not in parts[:-1]:  # a parent may have thousands of children
-        return None
-    siblings = [name for name, _ in use.parent.named_children()]
-    return f"output head {use.path}" if parts[-1] == siblings[-1] else None
-
-
 def _router(use: Use) -> str | None:
     parts, kind = use.path.split("."), type(use.module).__name__
     if any("router" in part.lower() for part in parts[-2:]) or "Router" in kind or parts[-2:] == ["gate", "wg"]:
@@ -268,10 +238,3 @@ def _router(use: Use) -> str | None:
     if parts[-1] == "coefficient" and is_moe:
         return "mixture of a residual MoE"
     return "MoE router" if parts[-1] == "gate" and (is_moe or kind.endswith("Gate")) else None
-
-
-def _is_linear_like(module: nn.Module, attribute: str) -> bool:
-    if isinstance(module, nn.MultiheadAttention):
-        return attribute.endswith("proj_weight")
-    has_features = hasattr(module, "in_features") and hasattr(module, "out_features")
-    return isinstance(module, nn.Linear) or has_features or bool(_LINEAR_LIKE.search(type(module).__name__))

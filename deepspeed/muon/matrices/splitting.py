@@ -17,7 +17,33 @@ from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.matrices.block import Block, cut, matrices
 from deepspeed.muon.matrices.fused import cut_fused, output_axis, stack_output_axis
 from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a
+from deepspeed.muon.matrices.lora import Factor
 from deepspeed.muon.matrices.tp_sharding import Sharding, tp_rank
+
+#: ``LinearLayer`` and ``LinearAllreduce`` belong to DeepSpeed's tensor parallelism.
+_LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer|Allreduce)?$|^Conv1D$")
+_EMBEDDING_LIKE = re.compile(r"embed|(^|[._])(wte|wpe|pos(ition)?|tok(en)?)([._]|$)", re.IGNORECASE)
+#: Parts of a path to remove: PEFT's, after a module that it trains in full; prefixes of PEFT, torch.compile and DDP.
+_SAVED_COPY = re.compile(r"\.modules_to_save\.[^.]+$")
+_PREFIX = re.compile(r"^((base_model\.model|_orig_mod|module)\.)+")
+
+
+def without_copy(path: str) -> str:
+    """Return the path of the module that PEFT trains in full, for the path of PEFT's copy of it."""
+    return _SAVED_COPY.sub("", path)
+
+
+def without_wrappers(path: str) -> str:
+    """Return a module's path without the parts that wrappers such as DDP and PEFT add."""
+    return _PREFIX.sub("", without_copy(path) + ".").removesuffix(".")
+
+
+def is_linear_like(module: nn.Module, attribute: str) -> bool:
+    """Return whether ``attribute`` is the weight of a linear layer, by the module's class or its attributes."""
+    if isinstance(module, nn.MultiheadAttention):
+        return attribute.endswith("proj_weight")
+    has_features = hasattr(module, "in_features") and hasattr(module, "out_features")
+    return isinstance(module, nn.Linear) or has_features or bool(_LINEAR_LIKE.search(type(module).__name__))
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -29,6 +55,14 @@ def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
     """Return whether a weight is a stack of one matrix per expert: 3-D, with "expert" in the module's class or path."""
     names = (type(module).__name__, *path.split(".")[-2:])
     return len(shape) == 3 and min(shape[1:]) > 1 and any("expert" in name.lower() for name in names)
+
+
+def packed_experts(module: nn.Module, shape: Sequence[int]) -> int:
+    """Return how many experts' matrices a 2-D weight may hold one below the other, as MegaBlocks has them; else 0."""
+    counts = (getattr(module, name, 0) for name in ("num_experts", "moe_num_experts", "num_local_experts"))
+    count = next((count for count in counts if type(count) is int and count > 1), 0)
+    is_experts = "expert" in type(module).__name__.lower()
+    return count if is_experts and count and len(shape) == 2 and shape[0] % count == 0 else 0
 
 
 def first_match(patterns: Iterable[str], names: Sequence[str]) -> str | None:
@@ -76,6 +110,16 @@ class Use(NamedTuple):
         return stack_output_axis(name, shape[-2:], owner)
 
 
+def embedding_reason(use: Use) -> str:
+    """Return why a parameter is an embedding: its module's class or, outside of linear layers, its name; "" if not."""
+    kind = type(use.module).__name__
+    if isinstance(use.module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in kind:
+        return f"embedding ({kind})"
+    if not is_linear_like(use.module, use.attribute) and _EMBEDDING_LIKE.search(use.attribute):
+        return f"embedding by its name {use.attribute}"
+    return ""
+
+
 @dataclass(frozen=True)
 class MatrixSpec:
     """The routing of one parameter: whether Muon or AdamW updates it, and which matrices in it Muon orthogonalizes.
@@ -98,6 +142,8 @@ class MatrixSpec:
         split_pattern: the pattern in ``muon_split`` that split the parameter.
         left_whole: whether the parameter stays one matrix for the reason in ``split``.
         output_axis: axis of the outputs in each matrix (0: rows, 1: columns); ``None`` if unknown.
+        is_lora: whether the parameter is a factor of a low-rank adapter.
+        may_be_head: whether the rules cannot tell if the parameter is an output head.
     """
 
     name: str
@@ -114,6 +160,8 @@ class MatrixSpec:
     split_pattern: str = ""
     left_whole: bool = False
     output_axis: int | None = 0
+    is_lora: bool = False
+    may_be_head: bool = False
 
     @property
     def numel(self) -> int:
@@ -127,16 +175,23 @@ class MatrixSpec:
 
 
 def split_parameter(
-    spec: MatrixSpec, names: Sequence[str], param: nn.Parameter, use: Use, config: MuonConfig, model: nn.Module
+    spec: MatrixSpec,
+    names: Sequence[str],
+    param: nn.Parameter,
+    use: Use,
+    config: MuonConfig,
+    model: nn.Module,
+    factor: Factor | None = None,
 ) -> MatrixSpec:
     """Split a parameter that Muon updates into matrices; return a copy of ``spec`` with ``blocks`` and ``split`` set.
 
     ``names``: all names of the parameter; a tied one has several. ``use``: the first place in the model that uses it.
+    ``factor``: which factor of a low-rank adapter it is, if so.
 
     Raises:
         MuonConfigError: the sizes in ``muon_split`` do not add up to the parameter's, or its heads are unknown.
     """
-    spec = _split(spec, names, use, config, model)
+    spec = _split(spec, names, use, config, model, factor)
     if spec.sharding is None or config.tp_mode == "whole":
         return spec
     rank = tp_rank(param, use.module)  # with tp_mode "shard", each rank's shards are separate matrices
@@ -144,7 +199,9 @@ def split_parameter(
     return replace(spec, blocks=blocks, split=_joined(spec.split, "tensor-parallel shards, by tp_mode"), sharding=None)
 
 
-def _split(spec: MatrixSpec, names: Sequence[str], use: Use, config: MuonConfig, model: nn.Module) -> MatrixSpec:
+def _split(
+    spec: MatrixSpec, names: Sequence[str], use: Use, config: MuonConfig, model: nn.Module, factor: Factor | None
+) -> MatrixSpec:
     shape, is_flattened = spec.whole, is_convolution(use.module) and len(spec.whole) > 2
     whole = matrices((shape[0], math.prod(shape[1:])) if is_flattened else shape)
     size = f"{whole[0].rows} x {whole[0].cols}"
@@ -159,16 +216,31 @@ def _split(spec: MatrixSpec, names: Sequence[str], use: Use, config: MuonConfig,
                 f"optimizer.params.muon_split: {pattern!r} matches {names[0]} of shape {list(shape)}, but {error}; "
                 "correct the sizes or the axis, or write a pattern that does not match this parameter"
             ) from None
+    if factor is not None:
+        return _split_factor(spec, factor)
     if config.per_head_muon and len(shape) == 2 and spec.is_projection:
         return _cut(spec, _by_head(names[0], shape, use, model), "one matrix per head", "per_head_muon")
     if config.muon_fused == "whole" or is_flattened:
         return spec
+    if experts := packed_experts(use.module, shape):
+        why = f"left whole: it may hold the matrices of {experts} experts, whose sizes muon_split can state"
+        return replace(spec, split=why, left_whole=True)
     name, owner = use.weight
     try:
         fused = cut_fused(name, shape[-2:], output_axis(use.module), owner, model)
     except ValueError as error:
         return replace(spec, split=_joined(text, f"left whole: {error}"), left_whole=not text)
     return _cut(spec, fused[0], f"{fused[1]} by muon_fused", "muon_fused") if fused else spec
+
+
+def _split_factor(spec: MatrixSpec, factor: Factor) -> MatrixSpec:
+    """Split a factor of several low-rank adapters into one matrix for each."""
+    why_whole = "tensor parallelism has cut it" if factor.blocks and spec.sharding else factor.why_whole
+    if why_whole:
+        return replace(spec, split=f"left whole: {why_whole}", left_whole=True)
+    if not factor.blocks:
+        return spec
+    return replace(spec, blocks=factor.blocks, split=f"{len(factor.blocks)} low-rank factors, one for each adapter")
 
 
 def _cut(spec: MatrixSpec, by: Cut, why: str, option: str, pattern: str = "") -> MatrixSpec:

@@ -123,7 +123,7 @@ class Spread:
     def text(self) -> str:
         """Return a text that is equal for equal spreads, by which ranks compare their plans."""
         blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
-        return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, at, rule) for b, at, rule in blocks])
+        return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, b.step, at, rule) for b, at, rule in blocks])
 
     def held_elements(self, rank: int) -> int:
         """Return how many elements of the matrix ``rank`` holds."""

@@ -13,7 +13,6 @@ from deepspeed.muon.kernels.selection import summary
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.scale import SCALES, update_rms
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.routing import is_lora
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import GlobalPlan
@@ -48,7 +47,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
     if not matrices_of_all:
         optimizer.warn_of_no_matrix()
         return
-    lora = [spec for spec in rest if is_lora(spec)]
+    lora = [spec for spec in rest if spec.is_lora]
     place, count = _line_prefix(engine, optimizer), engine.world_size // stages_of(engine.module)
     facts = (
         f"Muon updates {sum(len(s.blocks) for s in matrices)} matrices ({_elements(matrices):,} parameters)",

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.routing import HEAD_NAMES, route
+from deepspeed.muon.matrices.output_heads import NAMES
+from deepspeed.muon.matrices.routing import route
 from helpers.foreign_models import WIDTH, Gpt, Swiglu, linear, module, nested, of_class, routes
 from helpers.models import Conv1D
 
@@ -20,7 +21,7 @@ def moe(experts: str, **routers: nn.Module) -> nn.Module:
 
 def giving(head: Any) -> nn.Module:
     """A model whose `get_output_embeddings` returns `head(model)`, or is `head` itself where that is no function."""
-    model = module(hidden=linear(), unembed=linear(WIDTH, 32, bias=True))
+    model = module(hidden=linear(WIDTH, WIDTH), project=linear(WIDTH, WIDTH, bias=True))
     model.get_output_embeddings = partial(head, model) if callable(head) else head
     return model
 
@@ -46,8 +47,8 @@ MOE = " ".join(f"block.{{0}}.{i}.{part}_proj" for i in (0, 1) for part in ("gate
 SHARED = linear(8, 8)
 #: Model and the names of its parameters that go to Muon, without ".weight".
 HIDDEN: dict[str, tuple[nn.Module, str]] = {
-    "linear": (module(fc=linear(bias=True)), "fc"),
-    "sequential": (nn.Sequential(linear(), nn.ReLU(), linear(16, 4)), "0 2"),
+    "linear": (module(up=linear(bias=True)), "up"),
+    "sequential": (nn.Sequential(linear(), nn.ReLU(), linear(16, 4)), "0"),
     "no parameters": (nn.ReLU(), ""),
     "gpt": (Gpt(), "h.0.attn h.0.mlp h.1.attn h.1.mlp"),
     "tied gpt": (Gpt(tied=True), "h.0.attn h.0.mlp h.1.attn h.1.mlp"),
@@ -89,9 +90,9 @@ HIDDEN: dict[str, tuple[nn.Module, str]] = {
     "head of RoBERTa": (nested("classifier.out_proj", linear()), ""),
     "head of VGG": (module(classifier=nn.Sequential(linear(), nn.ReLU(), linear(16, 4))), "classifier.0"),
     "a hidden matrix that is shared": (tied(first=SHARED, second=SHARED, third=linear(8, 8)), "first"),
-    "get_output_embeddings: none": (giving(lambda model: None), "hidden unembed"),
-    "get_output_embeddings: another": (giving(lambda model: model.hidden), "unembed"),
-    "get_output_embeddings is None": (giving(None), "hidden unembed"),
+    "get_output_embeddings: none": (giving(lambda model: None), "hidden project"),
+    "get_output_embeddings: another": (giving(lambda model: model.hidden), "project"),
+    "get_output_embeddings is None": (giving(None), "hidden project"),
     "wrapped": (module(_orig_mod=module(head=linear(), body=linear())), "_orig_mod.body"),
     "no elements": (module(adapter=nn.Linear(0, 4)), ""),
 }
@@ -135,8 +136,8 @@ ADAMW: dict[str, tuple[nn.Module, str, str]] = {
     "unknown": (module(mixer=of_class("Mixer")), "mixer.weight", "Mixer is not a known linear module; for Muon set"),
     "top-level output": (module(output=linear()), "output.weight", "output head output"),
     "hugging face head": (
-        giving(lambda model: model.unembed),
-        "unembed.weight",
+        giving(lambda model: model.project),
+        "project.weight",
         "output head (get_output_embeddings)",
     ),
     "mixtral": (moe("experts", gate=linear(8, 2)), "block.gate.weight", "MoE router"),
@@ -147,7 +148,7 @@ ADAMW: dict[str, tuple[nn.Module, str, str]] = {
     "deepseek gate": (module(mlp=module(gate=of_class("MoEGate"))), "mlp.gate.weight", "MoE router"),
     "deepspeed moe": (nested("deepspeed_moe.gate.wg", linear(8, 2)), "deepspeed_moe.gate.wg.weight", "MoE router"),
 }
-for name in sorted(HEAD_NAMES):
+for name in sorted(NAMES):
     ADAMW[f"{name} of a model"] = (module(**{name: linear()}), f"{name}.weight", f"output head {name}")
     ADAMW[f"{name} inside"] = (nested(f"a.b.{name}", linear()), f"a.b.{name}.weight", f"output head {name}")
 

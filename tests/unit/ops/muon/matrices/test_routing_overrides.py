@@ -8,7 +8,6 @@ import transformers
 from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
-from deepspeed.muon.matrices.routing import is_lora
 from helpers.foreign_models import Adapted, linear, module, nested, of_class, routes
 from helpers.models import TinyGpt
 
@@ -191,14 +190,14 @@ def test_low_rank_factors(asked: str, expected: tuple[bool, bool], down: str, up
     for name, use_muon in zip((down, up), expected, strict=True):
         spec = specs[f"{name}.weight"]
         reason = "LoRA factor of rank 2" + (f", by muon_lora {asked}" if use_muon else "")
-        assert (spec.use_muon, spec.reason, is_lora(spec)) == (use_muon, reason, True)
+        assert (spec.use_muon, spec.reason, spec.is_lora) == (use_muon, reason, True)
     specs = routes(Adapted(down, up), muon_include=[up])
     assert [spec.use_muon for spec in specs.values()] == [False, True]
 
 
 def test_what_looks_like_a_factor_and_is_none() -> None:
-    specs = routes(Adapted("lora_A", "lora_B", rank=8)).values()
-    assert [spec.use_muon for spec in specs] == [True, False], "a square matrix"
+    square = routes(module(lora_A=nn.Linear(8, 8, bias=False))).values()
+    assert [spec.use_muon for spec in square] == [True], "a square matrix without the other factor"
     others = {name: nn.Linear(8, 2, bias=False) for name in ("lora", "flora_A", "lora_alpha", "explorable")}
     assert all(spec.use_muon for spec in routes(module(**others)).values())
 
