@@ -9,8 +9,10 @@ Names come last. The forward pass is not traced, because its inputs are unknown 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -35,28 +37,32 @@ NAMES = frozenset(
 TOP_LEVEL_NAMES = frozenset(("head", "heads", "mlp_head"))
 #: Words in names of heads. They count only for layers whose outputs no other layer takes.
 _WORDS = re.compile(
-    r"(^|[._])(heads?|classifiers?|logits?|fc|outs?|outputs?|pred|predictors?|predictions?|scores?|readout|regressor)"
-    r"\d*([._]|$)"
+    r"(^|[._])(heads?|class|cls|classifiers?|logits?|fc|outs?|outputs?|pred|predictors?|predictions?|scores?|readout"
+    r"|regressor)\d*([._]|$)"
 )
 #: A path through a repeated block: a number, and later a name.
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.(.*\.)?[^\d.]")
 #: Into how many equal parts a model may split a layer's outputs, each of which another layer takes: gate and up;
 #: queries, keys and values; two or six numbers for modulation.
 PARTS = (1, 2, 3, 6)
+#: Classes of transformers with a task, of which those without a body of their own may have heads anywhere.
+_TASK_CLASS = re.compile(r"For[A-Z]")
 
 
 class Layer(NamedTuple):
-    """A linear layer or convolution, at one place in the model, whose weight may be an output head."""
+    """A linear layer or convolution, at one place in the model, whose weight may be an output head.
+
+    ``is_in_body``: whether it is in the body of a transformers model, which has no heads; ``None`` in other models.
+    ``is_in_block``: whether it is in a block that is repeated, such as ``layers.0.mlp``.
+    """
 
     param: nn.Parameter
     path: str
     outputs: int
     inputs: int
-
-    @property
-    def is_in_block(self) -> bool:
-        """Return whether the layer lies in a block that is repeated, such as ``layers.0.mlp``."""
-        return bool(_IN_BLOCK.search(self.path))
+    is_linear: bool
+    is_in_block: bool
+    is_in_body: bool | None
 
 
 class OutputHeads(NamedTuple):
@@ -74,42 +80,59 @@ def find_output_heads(
     Of a pipeline stage only names and the pipeline's own layout count, because the rest of the model is elsewhere.
 
     Args:
-        uses: each parameter of the model -> the places that use it, in the model's order.
+        uses: each parameter of the model -> the places that use it.
         hidden: parameters that are no heads, whatever their place: routers and factors of low-rank adapters.
     """
     no_head = set(hidden)
-    layers = [layer for param, found in uses.items() if param not in no_head for layer in _layers(param, found)]
-    reasons = _named(layers) | _returned(model) | embeddings_and_heads(model)
+    candidates = {param: found for param, found in uses.items() if param not in no_head}
+    layers = _in_module_order(model, candidates)
+    stated = _returned(model) | embeddings_and_heads(model)
     if is_pipeline(model) or sum(len(whole_shape(param)) > 1 for param in uses) < 2:
-        return OutputHeads(reasons, frozenset())
-    reasons = _last_of_sequence(model) | reasons
-    taken = {width for param, found in uses.items() if param not in no_head for width in _taken_inputs(param, found)}
-    reasons = _counted(model, layers, taken) | reasons
-    ends = [layer for layer in layers if layer.param not in reasons and _is_end(layer, taken)]
-    return _with_ends(model, layers, ends, reasons)
+        return OutputHeads(_named(layers, lambda layer: True) | stated, frozenset())
+    taken = Counter(width for param, found in candidates.items() for width in _taken_inputs(param, found))
+
+    def is_end(layer: Layer) -> bool:
+        """Return whether no layer takes the outputs of a linear layer outside of repeated blocks, not even in parts."""
+        # The outputs of a convolution may be taken as a flattened image.
+        if layer.is_in_block or not layer.is_linear or is_projection(layer.path.rpartition(".")[2]):
+            return False
+        return not any(layer.outputs == parts * width for parts in PARTS for width in taken)
+
+    known = _last_of_sequence(model) | _counted(model, layers, taken)
+    known |= _named([layer for layer in layers if not layer.is_in_body], is_end) | stated
+    return _with_ends(layers, [layer for layer in layers if layer.param not in known and is_end(layer)], known)
 
 
-def _layers(param: nn.Parameter, uses: Sequence[Use]) -> Iterator[Layer]:
-    """Yield a :class:`Layer` for each linear layer or convolution that uses ``param`` as its weight."""
-    shape = whole_shape(param)
-    if len(shape) < 2 or min(shape) < 1:
-        return
-    for use in uses:
-        if is_convolution(use.module) and len(shape) > 2:
-            groups: Any = use.module.groups
-            yield Layer(param, use.path, shape[0], shape[1] * groups)
-        elif len(shape) == 2 and is_linear_like(use.module, use.attribute) and not embedding_reason(use):
-            axis = output_axis(use.module)
-            yield Layer(param, use.path, shape[axis], shape[1 - axis])
+def _in_module_order(model: nn.Module, uses: Mapping[nn.Parameter, Sequence[Use]]) -> list[Layer]:
+    """Return the layers whose weights are in ``uses``, in the order of the model's modules, which tied weights lose."""
+    order = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    bodies = _bodies(model)
+    found = [(order[use.name.rpartition(".")[0]], _layer(param, use, bodies)) for param in uses for use in uses[param]]
+    return [layer for _, layer in sorted(found, key=itemgetter(0)) if layer is not None]
+
+
+def _layer(param: nn.Parameter, use: Use, bodies: Mapping[str, str | None]) -> Layer | None:
+    """Return the linear layer or convolution that uses ``param`` as its weight; ``None`` for any other module."""
+    shape, module = whole_shape(param), use.module
+    if is_convolution(module) and len(shape) > 2:
+        groups: Any = module.groups
+        outputs, inputs = shape[0], shape[1] * groups
+    elif len(shape) == 2 and is_linear_like(module, use.attribute) and not embedding_reason(use):
+        axis = output_axis(module)
+        outputs, inputs = shape[axis], shape[1 - axis]
+    else:
+        return None
+    is_in_block, is_in_body = bool(_IN_BLOCK.search(use.path)), _is_in_body(use.path, bodies)
+    return Layer(param, use.path, outputs, inputs, len(shape) == 2, is_in_block, is_in_body)
 
 
 def _taken_inputs(param: nn.Parameter, uses: Sequence[Use]) -> Iterator[int]:
     """Yield the numbers of inputs that a parameter's layers may take: an embedding none, a norm one for each weight."""
-    shape, layers = whole_shape(param), list(_layers(param, uses))
+    layers = [layer for use in uses if (layer := _layer(param, use, {})) is not None]
     if layers:
         yield from (layer.inputs for layer in layers)
     elif not all(embedding_reason(use) or use.attribute.endswith("bias") for use in uses):
-        yield from (size for size in shape if size > 1)
+        yield from (size for size in whole_shape(param) if size > 1)
 
 
 def _returned(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -128,18 +151,25 @@ def _returned(model: nn.Module) -> dict[nn.Parameter, str]:
     return found
 
 
-def _named(layers: Iterable[Layer]) -> dict[nn.Parameter, str]:
-    """Return {weight: reason} for layers with the name of a head, and the last layer of a module with such a name."""
-    last_of: dict[str, tuple[nn.Parameter, str]] = {}
+def _named(layers: Sequence[Layer], is_end: Callable[[Layer], bool]) -> dict[nn.Parameter, str]:
+    """Return {weight: reason} for layers with the name of a head, and the last layer of a module with such a name.
+
+    The latter must be the model's last layer, or no other layer may take its outputs.
+    """
+    found, last_of = dict[nn.Parameter, str](), dict[str, Layer]()
     for layer in layers:
         parts = layer.path.split(".")
         before = list(takewhile(lambda part: part not in NAMES, parts))
-        named = [] if parts[0] in TOP_LEVEL_NAMES or layer.path == "output" else before
-        is_named = len(named) < len(parts)
-        if is_named and (len(named) == len(parts) - 1 or not any(part.isdigit() for part in named)):
-            place = ".".join(parts[len(named) :])
-            last_of[".".join(parts[: len(named) + 1])] = layer.param, f"output head {place}"
-    return dict(last_of.values())
+        if len(before) == len(parts) - 1 or layer.path in (*TOP_LEVEL_NAMES, "output"):
+            found[layer.param] = f"output head {parts[-1]}"
+        elif parts[0] in TOP_LEVEL_NAMES:
+            last_of[parts[0]] = layer
+        elif len(before) < len(parts) and not any(part.isdigit() for part in before):
+            last_of[".".join(parts[: len(before) + 1])] = layer
+    for layer in last_of.values():
+        if layer is layers[-1] or is_end(layer):
+            found.setdefault(layer.param, f"output head {layer.path}")
+    return found
 
 
 def _last_of_sequence(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -154,56 +184,51 @@ def _last_of_sequence(model: nn.Module) -> dict[nn.Parameter, str]:
     return dict.fromkeys(weights, "output head: the last layer of a sequence") if is_sequence else {}
 
 
-def _counted(model: nn.Module, layers: Iterable[Layer], taken: set[int]) -> dict[nn.Parameter, str]:
+def _counted(model: nn.Module, layers: Sequence[Layer], taken: Counter[int]) -> dict[nn.Parameter, str]:
     """Return {weight: reason} for layers with as many outputs as the model has labels, or a side as it has tokens."""
-    labels, tokens = set[int](), set[int]()
-    sources = {id(source): source for module in model.modules() for source in (module, getattr(module, "config", None))}
-    for source in sources.values():
-        for name in LABELS:
-            if count := first_number(source, (name,)):
-                labels |= {count, count + 1}  # one more in detectors, for "no object"
-        tokens.add(first_number(source, ("vocab_size",)))
-    layers = list(layers)
-    widths_in_blocks = {side for layer in layers if layer.is_in_block for side in (layer.outputs, layer.inputs)}
-    tokens -= widths_in_blocks | {0, 1}
+    labels = {count for source in _outermost(model) for name in LABELS if (count := first_number(source, (name,))) > 1}
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    tokens = {first_number(config, ("vocab_size",)) for config in configs.values()}
+    tokens -= {0, 1} | {side for layer in layers if layer.is_in_block for side in (layer.outputs, layer.inputs)}
+    by_scorers = Counter(layer.inputs for layer in layers if layer.outputs == 1)  # which rate each label
     found = {}
     for layer in layers:
+        # Detectors have one more output, for "no object".
+        is_label = layer.outputs in labels or (layer.outputs - 1 in labels and _WORDS.search(layer.path))
         if layer.is_in_block:
             continue
-        if layer.outputs in labels - taken:
+        if is_label and taken[layer.outputs] == by_scorers[layer.outputs]:
             found[layer.param] = f"output head: {layer.outputs} outputs, by the model's number of labels"
         elif tokens & {layer.outputs, layer.inputs}:
             found[layer.param] = "output head or embedding: one side is the model's vocab_size"
     return found
 
 
-def _is_end(layer: Layer, taken: set[int]) -> bool:
-    """Return whether a linear layer outside of repeated blocks has outputs that no layer takes, not even in parts."""
-    is_linear = len(whole_shape(layer.param)) == 2  # the outputs of a convolution may be taken as a flattened image
-    if layer.is_in_block or not is_linear or is_projection(layer.path.rpartition(".")[2]):
-        return False
-    return not any(layer.outputs == parts * width for parts in PARTS for width in taken)
+def _outermost(model: nn.Module) -> Iterator[Any]:
+    """Yield the modules that may state numbers of labels, and the configs that no other config's module contains."""
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        yield module
+        if (config := getattr(module, "config", None)) is not None and not path.startswith(inside):
+            inside += (f"{path}." if path else "",)
+            yield config
 
 
-def _with_ends(
-    model: nn.Module, layers: Sequence[Layer], ends: Sequence[Layer], known: dict[nn.Parameter, str]
-) -> OutputHeads:
+def _with_ends(layers: Sequence[Layer], ends: Sequence[Layer], known: Mapping[nn.Parameter, str]) -> OutputHeads:
     """Return the heads in ``known`` and those among ``ends``, the layers whose outputs no other layer takes.
 
     transformers separates a model's body from its heads. In other models an end is a head if it is the last one in the
     model's last part, has a head's name, or as many outputs as a head. The rest is uncertain: a model may join the
     outputs of several layers before the next one.
     """
-    bodies = _bodies(model)
     last = _last_end(layers, ends)
     counts = {layer.outputs for layer in layers if layer.param in known}
     reasons, uncertain = dict(known), set()
     for layer in ends:
-        is_in_body = _is_in_body(layer.path, bodies)
         has_heads_place = layer is last or _WORDS.search(layer.path) or layer.outputs in counts
-        if is_in_body is False or (is_in_body is None and has_heads_place):
+        if layer.is_in_body is False or (layer.is_in_body is None and has_heads_place):
             reasons[layer.param] = f"output head: no other layer takes its {layer.outputs} outputs"
-        elif is_in_body is None:
+        elif layer.is_in_body is None:
             uncertain.add(layer.param)
     return OutputHeads(reasons, frozenset(uncertain - reasons.keys()))
 
@@ -217,23 +242,26 @@ def _last_end(layers: Sequence[Layer], ends: Sequence[Layer]) -> Layer | None:
     return None
 
 
-def _bodies(model: nn.Module) -> dict[str, str]:
-    """Return {path of a transformers model: path of its body}; the two are equal if the model has no heads."""
-    bodies = {}
+def _bodies(model: nn.Module) -> dict[str, str | None]:
+    """Return {path of a transformers model: path of its body}; the same path without heads, ``None`` if unknown."""
+    bodies: dict[str, str | None] = {}
     for path, module in model.named_modules():
         prefix: Any = getattr(module, "base_model_prefix", None)
         if isinstance(prefix, str):
-            has_body = bool(prefix) and isinstance(getattr(module, prefix, None), nn.Module)
             place = without_wrappers(path)
-            bodies[place] = f"{place}.{prefix}".lstrip(".") if has_body else place
+            if prefix and isinstance(getattr(module, prefix, None), nn.Module):
+                bodies[place] = f"{place}.{prefix}".lstrip(".")
+            else:
+                bodies[place] = None if _TASK_CLASS.search(type(module).__name__) else place
     return bodies
 
 
-def _is_in_body(path: str, bodies: Mapping[str, str]) -> bool | None:
-    """Return whether a layer is in the body of the innermost transformers model around it; ``None`` outside of one."""
+def _is_in_body(path: str, bodies: Mapping[str, str | None]) -> bool | None:
+    """Return whether a layer is in the body of the innermost transformers model around it; ``None`` if unknown."""
 
     def is_inside(folder: str) -> bool:
         return not folder or path == folder or path.startswith(folder + ".")
 
     around = [model for model in bodies if is_inside(model)]
-    return is_inside(bodies[max(around, key=len)]) if around else None
+    body = bodies[max(around, key=len)] if around else None
+    return None if body is None else is_inside(body)

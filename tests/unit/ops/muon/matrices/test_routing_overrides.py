@@ -198,7 +198,7 @@ def test_low_rank_factors(asked: str, expected: tuple[bool, bool], down: str, up
 def test_what_looks_like_a_factor_and_is_none() -> None:
     square = routes(module(lora_A=nn.Linear(8, 8, bias=False))).values()
     assert [spec.use_muon for spec in square] == [True], "a square matrix without the other factor"
-    others = {name: nn.Linear(8, 2, bias=False) for name in ("lora", "flora_A", "lora_alpha", "explorable")}
+    others = {name: linear(8, 8) for name in ("lora", "flora_A", "lora_alpha", "explorable")}
     assert all(spec.use_muon for spec in routes(module(**others)).values())
 
 
