@@ -40,6 +40,7 @@ from deepspeed.muon.forecast.layout import group_specs
 from deepspeed.muon.forecast.measured import measure, training_tflops
 from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
 from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.matrices.routing import head_note
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.tuning import Candidates
@@ -210,6 +211,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "notes": [
             *([] if config.preset == "none" else [config.preset_summary]),
             *settings.notes,
+            *filter(None, [head_note(spec for group in groups for spec in group.specs)]),
             *([CHOSEN_LATER] if "auto" in (config.ns_dtype, config.ns_method) else []),
         ],
     }

@@ -37,8 +37,8 @@ NAMES = frozenset(
 TOP_LEVEL_NAMES = frozenset(("head", "heads", "mlp_head"))
 #: Words in names of heads. They count only for layers whose outputs no other layer takes.
 _WORDS = re.compile(
-    r"(^|[._])(heads?|class|cls|classifiers?|logits?|fc|outs?|outputs?|pred|predictors?|predictions?|scores?|readout"
-    r"|regressor)\d*([._]|$)"
+    r"(^|[._])(heads?|class|cls|classifiers?|logits?|outs?|outputs?|pred|predictors?|predictions?|scores?|readout"
+    r"|regressor)\d*([._]|$)|(^|\.)fc(\.|$)"
 )
 #: A path through a repeated block: a number, and later a name.
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.(.*\.)?[^\d.]")
@@ -66,7 +66,7 @@ class Layer(NamedTuple):
 
 
 class OutputHeads(NamedTuple):
-    """``reasons``: each output head, and why it is one. ``uncertain``: weights of layers that may be heads."""
+    """``reasons``: each output head, and why it is one. ``uncertain``: of which weights only the place tells."""
 
     reasons: dict[nn.Parameter, str]
     uncertain: frozenset[nn.Parameter]
@@ -86,15 +86,16 @@ def find_output_heads(
     no_head = set(hidden)
     candidates = {param: found for param, found in uses.items() if param not in no_head}
     layers = _in_module_order(model, candidates)
-    stated = _returned(model) | embeddings_and_heads(model)
+    stated = _returned(model, layers) | embeddings_and_heads(model)
     if is_pipeline(model) or sum(len(whole_shape(param)) > 1 for param in uses) < 2:
         return OutputHeads(_named(layers, lambda layer: True) | stated, frozenset())
     taken = Counter(width for param, found in candidates.items() for width in _taken_inputs(param, found))
 
     def is_end(layer: Layer) -> bool:
-        """Return whether no layer takes the outputs of a linear layer outside of repeated blocks, not even in parts."""
-        # The outputs of a convolution may be taken as a flattened image.
-        if layer.is_in_block or not layer.is_linear or is_projection(layer.path.rpartition(".")[2]):
+        """Return whether no layer takes the outputs of a layer outside of repeated blocks, not even in parts."""
+        # A layer may take the outputs of a convolution as a flattened image, so for convolutions the name counts too.
+        is_hidden = not layer.is_linear and not _WORDS.search(layer.path)
+        if layer.is_in_block or is_hidden or is_projection(layer.path.rpartition(".")[2]):
             return False
         return not any(layer.outputs == parts * width for parts in PARTS for width in taken)
 
@@ -135,7 +136,7 @@ def _taken_inputs(param: nn.Parameter, uses: Sequence[Use]) -> Iterator[int]:
         yield from (size for size in whole_shape(param) if size > 1)
 
 
-def _returned(model: nn.Module) -> dict[nn.Parameter, str]:
+def _returned(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Parameter, str]:
     """Return {weight: reason} for the output layers that the model, or a model inside of it, returns by a method."""
     found: dict[nn.Parameter, str] = {}
     for module in model.modules():
@@ -146,8 +147,9 @@ def _returned(model: nn.Module) -> dict[nn.Parameter, str]:
             except (AttributeError, NotImplementedError, TypeError):  # a model without a head, or another method
                 continue
             for head in heads if isinstance(heads, (list, tuple)) else [heads]:
-                if isinstance(head, nn.Module):
-                    found |= dict.fromkeys(head.parameters(), f"output head ({name})")
+                weights = {*head.parameters()} if isinstance(head, nn.Module) else set()
+                inside = [layer.param for layer in layers if layer.param in weights]
+                found |= dict.fromkeys(inside[-1:], f"output head ({name})")
     return found
 
 
@@ -223,14 +225,12 @@ def _with_ends(layers: Sequence[Layer], ends: Sequence[Layer], known: Mapping[nn
     """
     last = _last_end(layers, ends)
     counts = {layer.outputs for layer in layers if layer.param in known}
-    reasons, uncertain = dict(known), set()
+    reasons = dict(known)
     for layer in ends:
         has_heads_place = layer is last or _WORDS.search(layer.path) or layer.outputs in counts
         if layer.is_in_body is False or (layer.is_in_body is None and has_heads_place):
             reasons[layer.param] = f"output head: no other layer takes its {layer.outputs} outputs"
-        elif layer.is_in_body is None:
-            uncertain.add(layer.param)
-    return OutputHeads(reasons, frozenset(uncertain - reasons.keys()))
+    return OutputHeads(reasons, frozenset(layer.param for layer in ends if layer.is_in_body is None))
 
 
 def _last_end(layers: Sequence[Layer], ends: Sequence[Layer]) -> Layer | None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.log import listed
 from deepspeed.muon.matrices.heads import is_projection
 from deepspeed.muon.matrices.lora import Factor, lora_factors
 from deepspeed.muon.matrices.output_heads import find_output_heads
@@ -94,10 +95,27 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
             overrides_rules=decided.use_muon is not by_rules.use_muon,
             output_axis=uses[0].matrix_output_axis(shape),
             is_lora=factor is not None,
-            may_be_head=param in heads.uncertain and decided.use_muon and decided == by_rules,
+            is_unsure=param in heads.uncertain and decided == by_rules,
         )
         specs[param] = split_parameter(spec, names, param, uses[0], config, model, factor) if decided.use_muon else spec
     return specs
+
+
+#: The most names in a text about output heads.
+MAX_LISTED = 3
+
+
+def head_note(specs: Iterable[MatrixSpec]) -> str:
+    """Return a text that lists the matrices of which only the place tells whether they are output heads; "" if none."""
+    unsure = [spec for spec in specs if spec.is_unsure]
+    heads, others = ([spec.name for spec in unsure if spec.use_muon is use_muon] for use_muon in (False, True))
+    texts = []
+    if heads:
+        names = listed(heads, MAX_LISTED)
+        texts.append(f"{names} go to AdamW as output heads; if they are none, list them in muon_include")
+    if others:
+        texts.append(f"{listed(others, MAX_LISTED)} go to Muon; if they are output heads, list them in muon_exclude")
+    return "no other layer takes the outputs of some matrices: " + "; ".join(texts) if texts else ""
 
 
 def user_tag(param: nn.Parameter) -> bool | None:

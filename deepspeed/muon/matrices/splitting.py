@@ -143,7 +143,7 @@ class MatrixSpec:
         left_whole: whether the parameter stays one matrix for the reason in ``split``.
         output_axis: axis of the outputs in each matrix (0: rows, 1: columns); ``None`` if unknown.
         is_lora: whether the parameter is a factor of a low-rank adapter.
-        may_be_head: whether the rules cannot tell if the parameter is an output head.
+        is_unsure: whether only its place tells whether the parameter is an output head.
     """
 
     name: str
@@ -161,7 +161,7 @@ class MatrixSpec:
     left_whole: bool = False
     output_axis: int | None = 0
     is_lora: bool = False
-    may_be_head: bool = False
+    is_unsure: bool = False
 
     @property
     def numel(self) -> int:

@@ -13,6 +13,7 @@ from deepspeed.muon.kernels.selection import summary
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.scale import SCALES, update_rms
 from deepspeed.muon.matrices.pipeline import stages_of
+from deepspeed.muon.matrices.routing import head_note
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import GlobalPlan
@@ -68,6 +69,8 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
             splits[spec.split if spec.left_whole else f"split into {spec.split}"].append(spec.name)
     for split, names in splits.items():
         logger.info("deepspeed-muon: %s: %d parameters (first: %s)", split, len(names), names[0])
+    if note := head_note(specs):
+        logger.info("deepspeed-muon: %s", note)
     _warn_of_no_decay(optimizer)
     _log_schedule(engine, optimizer)
     if not adapter.is_swapped:
