@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lock that lets one process build an extension while others wait, at most ``GIVE_UP_AFTER`` seconds.
 
-The lock is ``flock``'s, which the operating system releases when the process ends. torch builds DeepSpeed's own
-extensions under another lock, a file (``FileBaton``) that a killed process leaves behind; :func:`wait_for_torch` names
-it.
+The lock is ``flock``'s, which the operating system releases when the process ends. torch before 2.15 builds DeepSpeed's
+own extensions under another lock, a file (``FileBaton``) that a killed process leaves behind; :func:`wait_for_torch`
+names it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,22 @@ COMPILERS = frozenset(
 def build_lock(path: Path) -> Iterator[bool]:
     """Hold a lock on the file ``path`` within the ``with`` block. Other processes that ask for the same lock wait.
 
-    Yield True. If the file system has no ``flock``, lock a file in the machine's temporary folder instead, and yield
-    False: processes on other machines then do not wait.
+    Yield whether the file system of ``path`` has ``flock``. Without it, lock a file in the machine's temporary folder
+    instead: processes on other machines then do not wait.
 
     Raises:
         TimeoutError: another process has held the lock for ``GIVE_UP_AFTER`` seconds.
-        OSError: the file cannot be written.
+        RuntimeError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as files:
-        file = files.enter_context(path.open("a"))
         try:
-            _take(file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = files.enter_context(path.open("a"))
+        except OSError as error:
+            why = f"the folder {path.parent} cannot be written ({error.strerror})"
+            raise RuntimeError(f"{why}; set TORCH_EXTENSIONS_DIR to one that can") from None
+        try:
+            _take(file, path.stem)
             yield True
         except OSError as error:
             if isinstance(error, TimeoutError) or error.errno not in NO_FLOCK:
@@ -63,12 +67,12 @@ def build_lock(path: Path) -> Iterator[bool]:
                 path,
                 local,
             )
-            _take(files.enter_context(local.open("a")))
+            _take(files.enter_context(local.open("a")), path.stem)
             yield False
 
 
-def _take(file: IO[str]) -> None:
-    """Wait until this process holds a lock on ``file``. Closing the file releases the lock."""
+def _take(file: IO[str], name: str) -> None:
+    """Wait until this process holds a lock on ``file``, for the extension ``name``. Closing the file releases it."""
     began, is_told = time.monotonic(), False
     while True:
         try:
@@ -78,16 +82,12 @@ def _take(file: IO[str]) -> None:
             waited = time.monotonic() - began
         if waited >= GIVE_UP_AFTER:
             raise TimeoutError(
-                f"another process has held the build lock {file.name} for {waited / 60:.0f} minutes ({_compilers()}"
-                "). If that process hangs, end it, which releases the lock, and start again"
+                f"{_verdict(name)}, and another process has held its lock {file.name} for "
+                f"{waited / 60:.0f} minutes; if that process hangs, end it, which releases the lock, and start again"
             )
         if waited >= TELL_AFTER and not is_told:
             is_told = True
-            _warn_once_per_machine(
-                "waiting for another process to build the C++ kernels; it holds the lock %s, and %s",
-                file.name,
-                _compilers(),
-            )
+            _warn_once_per_machine("%s; waiting for the process that holds its lock %s", _verdict(name), file.name)
         time.sleep(INTERVAL)
 
 
@@ -111,13 +111,15 @@ def _tell_of_file(path: Path) -> None:
         age = time.time() - path.stat().st_mtime
     except OSError:  # removed meanwhile
         return
+    name = path.parent.name
+    is_built = bool(_compilers(name))
     _warn_once_per_machine(
-        "waiting until the lock file %s is gone, which a process that builds %s created %s ago; %s. If no machine that "
-        "shares this folder is building that extension, the process was killed: delete the file",
+        "%s%s; waiting until its lock file %s is gone, which was created %s ago%s",
+        _verdict(name),
+        "" if is_built else ", so its build was probably killed",
         path,
-        path.parent.name,
         f"{age:.0f} s" if age < 600 else f"{age / 60:.0f} minutes" if age < 36000 else f"{age / 3600:.0f} hours",
-        _compilers(),
+        "" if is_built else ". Delete the file, unless another machine that shares this folder builds it",
     )
 
 
@@ -127,8 +129,19 @@ def _warn_once_per_machine(text: str, *values: Any) -> None:
         logger.warning(f"deepspeed-muon: {text}", *values)
 
 
-def _compilers() -> str:
-    """Return, as text, which compilers are running at the moment, such as ``g++ runs on this machine``."""
-    names = {process.info["name"] for process in psutil.process_iter(["name"])}
-    running = sorted(COMPILERS & {name for name in names if name})
-    return f"{', '.join(running)} runs on this machine" if running else "no compiler runs on this machine"
+def _verdict(extension: str) -> str:
+    """Return, as text, whether this machine builds ``extension``, such as ``this machine builds cpu_adam (g++)``."""
+    running = ", ".join(_compilers(extension))
+    if running:
+        return f"this machine builds {extension} ({running})"
+    return f"no compiler on this machine works on {extension}"
+
+
+def _compilers(extension: str) -> list[str]:
+    """Return the names of the compilers that run on this machine with ``extension`` in their arguments."""
+    found = set()
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name, arguments = process.info["name"], process.info["cmdline"]
+        if name in COMPILERS and any(extension in argument for argument in arguments or ()):
+            found.add(name)
+    return sorted(found)

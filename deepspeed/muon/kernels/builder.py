@@ -11,6 +11,7 @@ import shutil
 import sysconfig
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +134,17 @@ class MuonBuilder(CPUOpBuilder):
         if not self.is_compatible(verbose):
             raise RuntimeError(self.error_log)
         _log_on_rank_0("compiling the C++ kernels for the CPU; this takes about a minute, and later runs reuse them")
-        with build_lock(path.with_suffix(".lock")) as keeps_out_all:
-            module = self._imported(path) or self._build(path, keeps_out_all, verbose)
+        with build_lock(path.with_suffix(".lock")) as has_flock:
+            module = self._imported(path) or self._build(path, has_flock, verbose)
         _log_on_rank_0("the C++ kernels are ready after %.0f s", time.perf_counter() - began)
         return module
 
-    def _build(self, path: Path, is_only_builder: bool, verbose: bool) -> Any:
-        """Build the module in a temporary folder, move it to ``path``, and return it.
+    def _build(self, path: Path, has_flock: bool, verbose: bool) -> Any:
+        """Build the module in a temporary folder, copy it to ``path``, and return it.
 
-        ``is_only_builder``: whether no other process builds in the folder of ``path``. If so, delete first what killed
-        builds have left there.
+        ``has_flock``: whether the file system of ``path`` has ``flock``. Then no other process builds there, and what
+        killed builds have left is deleted first. Otherwise torch, which locks the folder in which it builds, needs one
+        on this machine.
         """
         from torch.utils import cpp_extension
 
@@ -152,23 +154,22 @@ class MuonBuilder(CPUOpBuilder):
                 "libraries; if this repeats at each start, give each kind of machine its own TORCH_EXTENSIONS_DIR",
                 path,
             )
-        if is_only_builder:  # remove what killed builds have left
+        if has_flock:
             for left in path.parent.glob("build_*"):
                 shutil.rmtree(left, ignore_errors=True)
         # A build that failed earlier in this process must not change the name of the module.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(path.stem, None)
-        folder = tempfile.mkdtemp(prefix="build_", dir=path.parent)
-        try:
+        with ExitStack() as folders:
+            beside = folders.enter_context(_folder(path.parent))
+            folder = beside if has_flock else folders.enter_context(_folder(None))
             module = cpp_extension.load(
                 path.stem, self.sources(), extra_cflags=self.cxx_args(), build_directory=folder, verbose=verbose
             )
-            built = Path(folder, path.name)
+            built = shutil.copyfile(Path(folder, path.name), Path(beside, f"{path.name}.copy"))
             with built.open("r+b") as file:
                 os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file
             built.replace(path)
             return module
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _imported(self, path: Path) -> Any:
         """Return the module in the file ``path``; ``None`` if the file is missing or cannot be loaded."""
@@ -197,6 +198,11 @@ class MuonBuilder(CPUOpBuilder):
             reason = str(error)
         _log_on_rank_0("the C++ kernels of the installed wheel are not used, because %s", reason)
         return None
+
+
+def _folder(parent: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder in ``parent`` or, if that is ``None``, on this machine."""
+    return tempfile.TemporaryDirectory(prefix="build_", dir=parent, ignore_cleanup_errors=True)
 
 
 def _log_on_rank_0(text: str, *values: Any) -> None:

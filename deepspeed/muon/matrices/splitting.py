@@ -223,7 +223,7 @@ def _split(
     if config.muon_fused == "whole" or is_flattened:
         return spec
     if experts := packed_experts(use.module, shape):
-        why = f"left whole: it may hold the matrices of {experts} experts, whose sizes muon_split can state"
+        why = f"left whole: it may hold the matrices of {experts} experts; see muon_split"
         return replace(spec, split=why, left_whole=True)
     name, owner = use.weight
     try:

@@ -15,11 +15,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from packaging.version import Version
 from torch import nn
-from torch.utils.file_baton import FileBaton
 
-from deepspeed.muon.config.messages import FILLED_BY
+from deepspeed.muon.config.messages import FILLED_BY, nearest
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError, UnsupportedError
 from deepspeed.muon.kernels.build_lock import wait_for_torch
@@ -42,6 +42,8 @@ from deepspeed.muon.zero.wrappers.registry import ADAPTERS
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock DeepSpeed refuses the second, so that a machine
 #: without this package fails instead of training with stock's Muon.
 TYPES = ("muon", "muonwithauxadam")
+#: An unknown type counts as a misspelt one if it is at least this similar (0 to 1): ``moun``, but not ``adamuon``.
+MISSPELT_TYPE = 0.75
 
 
 def is_muon(optimizer_name: str | None) -> bool:
@@ -52,6 +54,7 @@ def is_muon(optimizer_name: str | None) -> bool:
 def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``DeepSpeedConfig.__init__``: call the original, then raise for wrong or unsupported settings of Muon."""
     original(self, *args, **kwargs)
+    _refuse_misspelt(self.optimizer_name)
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
@@ -63,6 +66,14 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
         refuse_unsupported(self, settings)
         renames_allowed(self._param_dict.get("checkpoint"))
     _keep_user_tags()
+
+
+def _refuse_misspelt(optimizer_name: str | None) -> None:
+    """Raise MuonConfigError if ``optimizer.type`` names no optimizer of DeepSpeed or torch, but almost Muon."""
+    name = optimizer_name or ""
+    is_known = is_muon(name) or name.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name)
+    if not is_known and nearest(name.lower(), TYPES, MISSPELT_TYPE):
+        raise MuonConfigError(f'optimizer.type: got {name!r}; did you mean "Muon"?')
 
 
 def without_double_clipping(
@@ -324,8 +335,9 @@ def install() -> None:
     for seam, function in REPLACEMENTS.items():
         owner, name = seam.find()
         _undo.append(replace(owner, name, function))
-    # torch waits forever for the lock file of a process that was killed; the replacement logs which file it is.
-    _undo.append(replace(FileBaton, "wait", wait_for_torch))
+    # torch before 2.15 waits forever for the lock file of a process that was killed; the replacement logs which it is.
+    with suppress(ImportError):
+        _undo.append(replace(importlib.import_module("torch.utils.file_baton").FileBaton, "wait", wait_for_torch))
     _list_op()
     supported = importlib.import_module(_SUPPORTED.module).ZERO_SUPPORTED_OPTIMIZERS
     supported.append(MuonWithAuxAdam)  # so that ZeRO accepts it without zero_allow_untested_optimizer

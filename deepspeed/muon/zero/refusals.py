@@ -236,9 +236,9 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         )
     if _uses_sequence_parallelism(engine) and not hasattr(engine.mpu, "get_sequence_data_parallel_group"):
         yield (
-            "sequence parallelism by data_parallel_size in the config, where DeepSpeed leaves each rank of a sequence "
-            "its own gradients, or at stage 3 lets the ranks overwrite one another's checkpoints; pass "
-            "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to initialize"
+            "sequence parallelism by mesh_param, or by data_parallel_size in the config, where DeepSpeed leaves each "
+            "rank of a sequence its own gradients, or at stage 3 lets the ranks overwrite one another's checkpoints; "
+            "pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to initialize"
         )
 
 

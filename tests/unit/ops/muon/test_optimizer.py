@@ -14,7 +14,7 @@ from deepspeed.muon.math.momentum_storage import Fragment
 from deepspeed.muon.monitor.step_stats import SIZES, StepStats
 from deepspeed.muon.replicas import bind_without_sharding
 from helpers.engine_state import kept_dtypes
-from helpers.models import MODELS
+from helpers.models import MODELS, without_head_
 from helpers.oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
 
 
@@ -23,7 +23,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) ->
         optimizer.zero_grad()
         model(*model.batch(step)).backward()
         optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -127,6 +127,7 @@ class WithConvolution(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
         self.fc = nn.Linear(4, 5)
+        without_head_(self, 5)
 
     def forward(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -138,12 +139,12 @@ def test_the_size_of_an_update_in_channels_last() -> None:
     """By the change of the weights."""
     model = WithConvolution()
     optimizer, stats = MuonWithAuxAdam(model.parameters(), model=model, lr=0.01), StepStats(lambda: None)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     model().backward()
     with optimizer.observed(stats=stats):
         optimizer.step()
     assert not optimizer.state[model.conv.weight]["exp_avg"].is_contiguous()
-    change = {name: (p.detach() - before[name]) / 0.01 for name, p in model.named_parameters()}
+    change = {name: (model.get_parameter(name).detach() - first) / 0.01 for name, first in before.items()}
     ((squares, count),) = stats.sums([SIZES["adamw"]]).tolist()
     of_adamw = [delta for name, delta in change.items() if name != "fc.weight"]
     assert count == sum(delta.numel() for delta in of_adamw)

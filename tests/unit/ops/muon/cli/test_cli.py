@@ -91,7 +91,7 @@ def test_repeated_layers_are_folded(plan: Command) -> None:
 def test_folding_keeps_unlike_parameters_apart(plan: Command) -> None:
     Path("uneven.py").write_text(
         "from torch import nn\ndef model():\n"
-        "    return nn.Sequential(*[nn.Linear(8, 16 if i == 2 else 8, bias=i > 4) for i in (0, 1, 2, 3, 5)])\n"
+        "    return nn.ModuleList([nn.Linear(8, 16 if i == 2 else 8, bias=i > 4) for i in (0, 1, 2, 3, 5)])\n"
     )
     rows = plan("--json", model="uneven.py:model").facts["parameters"]
     assert [row["name"] for row in rows] == ["{0..1,3..4}.weight", "2.weight", "4.bias"]

@@ -92,7 +92,7 @@ class Layouts(Language):
 
 
 class Adapters(nn.Module):
-    """Frozen layers with low-rank adapters of rank 3."""
+    """Frozen layers with low-rank adapters of rank 3, and 4 frozen experts whose adapters of rank 2 PEFT would pack."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -101,6 +101,9 @@ class Adapters(nn.Module):
             adapted.base = nn.Linear(inputs, outputs)
             adapted.lora_A, adapted.lora_B = nn.Linear(inputs, 3, bias=False), nn.Linear(3, outputs, bias=False)
             self.add_module(f"layer{index}", adapted)
+        self.experts = nn.Module()
+        self.experts.num_experts = 4
+        self.experts.lora_A, self.experts.lora_B = nn.Linear(13, 4 * 2, bias=False), nn.Linear(4 * 2, 13, bias=False)
         self.head = nn.Linear(13, 5)
         initialize_(self, seed)
         for layer in (self.layer0, self.layer1):
@@ -111,7 +114,9 @@ class Adapters(nn.Module):
         hidden = inputs.to(self.head.weight.dtype)
         for layer in (self.layer0, self.layer1):
             hidden = torch.tanh(layer.base(hidden) + layer.lora_B(layer.lora_A(hidden)))
-        return F.mse_loss(self.head(hidden), targets.to(hidden.dtype))
+        low = self.experts.lora_A(hidden).view(-1, 4, 2)  # of each expert its rows of A, and columns of B
+        each = torch.einsum("ber,ore->beo", low, self.experts.lora_B.weight.view(13, 2, 4))
+        return F.mse_loss(self.head(hidden + each.tanh().sum(1)), targets.to(hidden.dtype))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         return vectors(step, (7,), (5,))

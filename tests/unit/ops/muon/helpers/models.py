@@ -71,6 +71,11 @@ def text(step: int, vocab: int, time: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def without_head_(model: nn.Module, *outputs: int) -> None:
+    """Add frozen vectors of these sizes: as if a layer took so many outputs, so no layer is an output head."""
+    model.taken = nn.ParameterList(nn.Parameter(torch.ones(size), requires_grad=False) for size in outputs)
+
+
 class Mlp(nn.Module):
     """Linear layers with biases and tanh between them, from `widths[0]` inputs to `widths[-1]` outputs.
 
@@ -95,6 +100,7 @@ class Mlp(nn.Module):
         initialize_(self, seed)
         for index in frozen:
             self.layers[index].requires_grad_(False)
+        without_head_(self, widths[-1], *(unused or ())[1:])
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean squared error, a scalar; `inputs` (batch, widths[0]), `targets` (batch, widths[-1])."""
@@ -349,4 +355,5 @@ def halve(model: nn.Module, seed: int) -> nn.Module:
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> CPU copy of each parameter in its full shape; a collective at ZeRO stage 3."""
     with _gathered(model):
-        return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
+        found = {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
+    return {name: weight for name, weight in found.items() if not name.startswith("taken.")}

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from helpers import distributed
 from helpers.engine_state import master_weights
 from helpers.extensions import ASYNC_IO
-from helpers.models import GLOBAL_BATCH, full_weights, initialize_
+from helpers.models import GLOBAL_BATCH, full_weights, initialize_, without_head_
 from helpers.training import ds_config, make_engine
 
 SUB_GROUP = 200_000
@@ -36,6 +36,7 @@ class Wide(nn.Module):
             self.unused = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(2))
             self.spare = nn.Embedding(1024, 512)  # follows the biases in their sub-group
         initialize_(self, seed)
+        without_head_(self, 12)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean squared error, a scalar; `inputs` (batch,), int64, `targets` (batch, 12)."""

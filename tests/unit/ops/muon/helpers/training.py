@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers.models import GLOBAL_BATCH, MODELS, full_weights, initialize_, train_engine
+from helpers.models import GLOBAL_BATCH, MODELS, full_weights, initialize_, train_engine, without_head_
 from helpers.oracles import OracleConfig
 
 PARAMS = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32"}
@@ -153,6 +153,7 @@ class FixedGradients(nn.Module):
         generator = torch.Generator().manual_seed(0)
         for layer in self.layers:
             layer.weight.data.normal_(generator=generator)
+        without_head_(self, *(rows for rows, _ in shapes))
 
     def gradients(self, step: int) -> list[Tensor]:
         """Return the gradients of all layers in this step."""

@@ -260,6 +260,10 @@ class Layouts(Way):
         if case["model"] == "deepseek_v3":  # of each head 4 + 2 rows of the queries, 4 of the keys, 3 of the values
             parts |= {name: list(numbers.split(6)) for name, numbers in index.items() if "q_b_proj" in name}
             parts |= {name: list(numbers.split([4, 3] * 3)) for name, numbers in index.items() if "kv_b" in name}
+        if case["model"] == "adapters":
+            a, b = "experts.lora_A.weight", "experts.lora_B.weight"
+            packed = {a: list(index[a].split(2)), b: [index[b][:, expert::4] for expert in range(4)]}
+            parts |= {name: found for name, found in packed.items() if name not in self.to_adam(case)}
         for name, numbers in index.items() if case["model"] == "layouts" else ():
             if "experts" not in name and case["optimizer"]["params"].get("muon_fused") == "whole":
                 continue
@@ -308,7 +312,7 @@ class UserGroups(Way):
         second = replace(config, **self.SECOND, adam_lr=0.005, adam_weight_decay=0.0)
         third = replace(config, lr=0.01, nesterov=False, scale="match_rms_adamw")
         by_layer = {"0": second, "1": second, "2": third, "3": third}
-        names = [name for name, _ in self.whole(case).named_parameters()]
+        names = [name for name, _ in self.whole(case).named_parameters() if name.startswith("layers.")]
         return {name: by_layer[name[7]] for name in names if name[7] in by_layer}
 
     def build(self, seed: int, **config: Any) -> Any:

@@ -3,6 +3,7 @@
 
 import errno
 import fcntl
+import importlib
 import json
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ import torch
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.ops.op_builder.builder import OpBuilder
-from torch.utils.file_baton import FileBaton
+from torch.utils import cpp_extension
 
 import deepspeed.muon
 from deepspeed.muon.kernels import build_lock, native
@@ -254,24 +255,35 @@ def test_who_waits_too_long_goes_on_with_plain_kernels(small: Path, monkeypatch:
             monkeypatch.setenv("LOCAL_RANK", rank)
             with logged() as said, pytest.raises(native.KernelError) as caught:
                 native._load()
-            reason = rf"another process has held the build lock {lock} for 0 minutes \(.* runs on this machine\)\. If.*"
-            assert re.fullmatch(reason + "end it, which releases the lock.*", str(caught.value))
-            told = "deepspeed-muon: waiting for another process to build the C++ kernels; it holds the lock "
+            verdict = f"no compiler on this machine works on {lock.stem}"
+            reason = f"{verdict}, and another process has held its lock {lock} for 0 minutes; if that process hangs, "
+            assert str(caught.value).startswith(reason + "end it, which releases the lock")
+            told = f"deepspeed-muon: {verdict}; waiting for the process that holds its lock "
             assert sum(line.startswith(told) for line in said) == sum("waiting" in line for line in said) == count
     assert len(loaded(small)) == 2
 
 
 @needs_compiler
 def test_without_flock_a_file_of_this_machine_is_locked(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on some network file systems. A build that another machine has begun there is left alone."""
+    """As on some network file systems. torch builds on this machine, too, because torch 2.15 locks the folder; a build
+    that another machine has begun is left alone.
+    """
     flock = fcntl.flock
     monkeypatch.setattr(tempfile, "tempdir", str(small.parent))
 
     def lacking(file: Any, operation: int) -> None:
-        if small.parent not in Path(file.name).parents:
+        path = Path(f"/proc/self/fd/{file}").readlink() if isinstance(file, int) else Path(file.name)
+        if small.parent not in path.parents:
             raise OSError(errno.ENOLCK, "No locks available")
         flock(file, operation)
 
+    folders, load = [], cpp_extension.load
+
+    def seen(*args: Any, **settings: Any) -> Any:
+        folders.append(settings["build_directory"])
+        return load(*args, **settings)
+
+    monkeypatch.setattr(cpp_extension, "load", seen)
     monkeypatch.setattr(fcntl, "flock", lacking)
     monkeypatch.setattr(MuonBuilder, "sources", lambda self: [str(small)])
     others = MuonBuilder().path().parent / "build_other"
@@ -282,6 +294,19 @@ def test_without_flock_a_file_of_this_machine_is_locked(small: Path, monkeypatch
         for line in said
     )
     assert others.exists() and len(modules(small)) == 1
+    assert [Path(folder).parent for folder in folders] == [small.parent] and not Path(folders[0]).exists()
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_named(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MuonBuilder, "sources", lambda self: [str(small)])
+    folder = MuonBuilder().path().parent
+    folder.parent.mkdir(parents=True)
+    folder.touch()  # a file in its place
+    with pytest.raises(
+        native.KernelError, match=rf"{folder} cannot be written \(.+\); set TORCH_EXTENSIONS_DIR to one"
+    ):
+        native._load()
 
 
 def build_slowly(source: Path, rank: int) -> None:
@@ -412,29 +437,41 @@ def train_as_capability() -> str:
 
 
 @needs_compiler
+@pytest.mark.skipif(
+    not hasattr(cpp_extension, "FileBaton"), reason="this torch builds under locks that end with a process"
+)
 def test_who_waits_for_a_build_of_deepspeeds_says_for_which_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock is torch's, which a killed build leaves; it is not ours to remove."""
+    file_baton = importlib.import_module("torch.utils.file_baton")
     lock = tmp_path / "fused_adam" / "lock"
     lock.parent.mkdir()
     monkeypatch.setattr(build_lock, "TELL_AFTER", 0.1)
     said = []
-    for rank, age, compilers in (("0", 7200, "g++"), ("0", 70, ""), ("1", 70, "")):
+    for rank, age, built in (("0", 7200, "fused_adam"), ("0", 70, "cpu_adam"), ("1", 70, "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        running = [SimpleNamespace(info={"name": name}) for name in (compilers, None, "python3")]
+        running = [
+            SimpleNamespace(info={"name": name, "cmdline": arguments})
+            for name, arguments in (
+                ("g++", ["g++", f"-DTORCH_EXTENSION_NAME={built}"]),
+                ("ninja", None),
+                (None, None),
+                ("python3", ["python3", "fused_adam"]),
+            )
+        ]
         monkeypatch.setattr(psutil, "process_iter", lambda attributes, running=running: running)
         lock.touch()
         os.utime(lock, (time.time() - age,) * 2)
         timer = threading.Timer(0.5, lock.unlink)
         timer.start()
         with logged() as lines:
-            FileBaton(str(lock)).wait()
+            file_baton.FileBaton(str(lock)).wait()
         said.append(lines)
     assert [len(lines) for lines in said] == [1, 1, 0]
-    assert said[0][0] == (
-        f"deepspeed-muon: waiting until the lock file {lock} is gone, which a process that builds fused_adam created "
-        "120 minutes ago; g++ runs on this machine. If no machine that shares this folder is building that extension, "
-        "the process was killed: delete the file"
+    waiting = f"waiting until its lock file {lock} is gone, which was created"
+    assert said[0][0] == f"deepspeed-muon: this machine builds fused_adam (g++); {waiting} 120 minutes ago"
+    assert said[1][0] == (
+        "deepspeed-muon: no compiler on this machine works on fused_adam, so its build was probably killed; "
+        f"{waiting} 70 s ago. Delete the file, unless another machine that shares this folder builds it"
     )
-    assert "created 70 s ago; no compiler runs on this machine. If" in said[1][0]

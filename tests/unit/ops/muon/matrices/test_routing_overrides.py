@@ -4,6 +4,7 @@
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
@@ -227,3 +228,103 @@ def test_a_model_of_pefts(kind: str, options: dict[str, Any], whole: dict[str, b
     assert factors == ["LoRA factor of rank 4"] * 4
     saved = {spec.name.split(".")[-4]: spec.use_muon for spec in specs if "modules_to_save" in spec.name}
     assert saved == whole
+
+
+# ---- factors of several adapters in one weight -----------------------------------------------------------------
+
+
+def merged(**attributes: Any) -> nn.Module:
+    """A fused projection of loralib or LitGPT: two of three parts have an adapter of rank 2."""
+    layer = module(lora_A=nn.Linear(8, 4, bias=False), lora_B=nn.Linear(2, 16, bias=False))
+    vars(layer).update(attributes)
+    return module(attn=layer)
+
+
+#: What the module says, and the sizes of the matrices in A and B, or why they stay whole.
+MERGED: dict[str, tuple[dict[str, Any], list[tuple[int, int]] | str]] = {
+    "loralib": ({"enable_lora": [True, False, True]}, [(8, 2), (8, 2)]),
+    "litgpt": ({"enable_lora": [True, False, True], "qkv_shapes": [12, 4]}, [(12, 2), (4, 2)]),
+    "nothing": ({}, "left whole: it is unknown how its rows belong to 2 adapters of rank 2"),
+    "sizes of another weight": (
+        {"enable_lora": [True], "qkv_shapes": [12, 5]},
+        "left whole: it is unknown how its rows belong to 2 adapters of rank 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("attributes", "expected"), MERGED.values(), ids=MERGED)
+def test_adapters_of_a_fused_projection(attributes: dict[str, Any], expected: Any) -> None:
+    specs = routes(merged(**attributes), muon_lora="both")
+    a, b = (specs[f"attn.lora_{side}.weight"] for side in "AB")
+    if isinstance(expected, str):
+        assert (a.split, b.split, a.left_whole) == (expected, expected, True)
+    else:
+        assert [(block.rows, block.cols) for block in a.blocks] == [(2, 8), (2, 8)]
+        assert [(block.rows, block.cols) for block in b.blocks] == expected
+
+
+def test_factors_of_pefts_experts() -> None:
+    """The products of the factors' matrices are PEFT's changes of the experts."""
+    from peft import LoraConfig, get_peft_model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.MixtralConfig(vocab_size=16, num_hidden_layers=1, num_local_experts=4, **sizes)
+    lora = LoraConfig(r=3, target_parameters=["mlp.experts.down_proj"], init_lora_weights=False)
+    net = get_peft_model(transformers.MixtralForCausalLM(config), lora)
+    specs = routes(net, muon_lora="both")
+    a, b = (next(spec for name, spec in specs.items() if f"lora_{side}" in name) for side in "AB")
+    layer = next(part for part in net.modules() if hasattr(part, "num_experts") and hasattr(part, "lora_A"))
+
+    def matrices(spec: Any) -> list[torch.Tensor]:
+        flat = net.get_parameter(spec.name).detach().view(-1)
+        found = [flat[[block.element(at) for at in range(block.numel)]] for block in spec.blocks]
+        return [matrix.view(block.rows, block.cols) for matrix, block in zip(found, spec.blocks, strict=True)]
+
+    changes = torch.stack([up @ down for up, down in zip(matrices(b), matrices(a), strict=True)])
+    delta = layer.get_delta_weight("default").detach() / layer.scaling["default"]
+    assert (len(a.blocks), len(b.blocks)) == (4, 4)
+    assert torch.allclose(changes, delta, atol=1e-6)
+
+
+def test_an_adapter_of_rank_1_stays_with_adamw() -> None:
+    experts = module(lora_A=nn.Linear(8, 4, bias=False), lora_B=nn.Linear(4, 6, bias=False))
+    experts.num_experts = 4
+    reasons = {spec.reason for spec in routes(module(experts=experts), muon_lora="both").values()}
+    assert reasons == {"LoRA factor of 4 x rank 1"}
+
+
+def test_experts_in_a_2d_weight_are_not_orthogonalized_in_silence() -> None:
+    glu = of_class("DbrxExpertGLU", "w1", moe_num_experts=4)
+    spec = routes(module(experts=glu))["experts.w1"]
+    assert not spec.use_muon and "may hold several experts' matrices" in spec.reason and "muon_split" in spec.reason
+    spec = routes(module(experts=glu), muon_include="w1")["experts.w1"]
+    assert spec.left_whole and spec.split == "left whole: it may hold the matrices of 4 experts; see muon_split"
+    spec = routes(module(experts=glu), muon_include="w1", muon_split={"w1": [3] * 4})["experts.w1"]
+    assert len(spec.blocks) == 4 and not spec.left_whole
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("diffusers", ("to_q_lora.down", "to_q_lora.up")),
+        ("diffusers' layer", ("lora_layer.down", "lora_layer.up")),
+        ("kohya", ("lora_unet_up_blocks_0_q.lora_down", "lora_unet_up_blocks_0_q.lora_up")),
+        ("llama-adapter", ("lora_wq_l1", "lora_wq_l2")),
+        ("square", ("q.lora_A.default", "q.lora_B.default")),
+    ],
+)
+@pytest.mark.parametrize("rank", [2, 8])
+def test_names_of_factors(name: str, sides: tuple[str, str], rank: int) -> None:
+    """Also of a rank that makes A square."""
+    model = nested("adapter", nn.Identity())
+    for path, layer in zip(sides, (nn.Linear(8, rank, bias=False), nn.Linear(rank, 12, bias=False)), strict=True):
+        *folders, leaf = path.split(".")
+        owner = model.adapter
+        for folder in folders:
+            if folder not in dict(owner.named_children()):
+                owner.add_module(folder, nn.Module())
+            owner = owner.get_submodule(folder)
+        owner.add_module(leaf, layer)
+    for asked, expected in (("none", [False, False]), ("B", [False, True]), ("both", [True, True])):
+        specs = list(routes(model, muon_lora=asked).values())
+        assert [spec.use_muon for spec in specs] == expected and all(spec.is_lora for spec in specs)

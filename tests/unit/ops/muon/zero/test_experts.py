@@ -17,7 +17,7 @@ from deepspeed.muon.zero.refusals import refuse_engine
 from deepspeed.muon.zero.wrappers.experts import expert_counts, shard_group
 from helpers.distributed import run
 from helpers.experts import Mixtral, WithExperts, autoep, cut_experts, spread_model, stock_on_sequences
-from helpers.models import GLOBAL_BATCH
+from helpers.models import GLOBAL_BATCH, without_head_
 from helpers.oracles import change_error, train_oracle
 from helpers.refusals import Refusal, attempt
 from helpers.sequence_parallel import SpreadGpt, train_step
@@ -35,7 +35,7 @@ def marked(net: nn.Module, group: str) -> nn.Module:
 
 
 def test_experts_get_groups_of_their_own() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), *(marked(nn.Linear(4, 4), name) for name in ("ep_size_2", "ep_size_4")))
+    net = nn.ModuleList([nn.Linear(4, 4), *(marked(nn.Linear(4, 4), name) for name in ("ep_size_2", "ep_size_4"))])
     given = [{"params": list(net.parameters()), "lr": 0.5, "name": "all"}]
     optimizer = MuonWithAuxAdam(given, model=net, lr=0.1, adam_lr=0.2)
     found = [(g["name"], g.get("moe", False), g["use_muon"], len(g["params"])) for g in optimizer.param_groups]
@@ -48,7 +48,7 @@ def test_experts_get_groups_of_their_own() -> None:
 
 
 def test_groups_that_stock_has_split_keep_its_marks() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), marked(nn.Linear(4, 4), "ep_size_2"))
+    net = nn.ModuleList([nn.Linear(4, 4), marked(nn.Linear(4, 4), "ep_size_2")])
     given = [{"params": list(net[0].parameters()), "name": "dense-params"}]
     given += [{"params": list(net[1].parameters()), "name": "ep_size_2", "moe": True, "lr": 0.5}]
     optimizer = MuonWithAuxAdam(given, model=net, lr=0.1)
@@ -73,13 +73,14 @@ class Many(nn.Module):
         self.experts = nn.Module() if is_stack else nn.ModuleList(nn.Linear(COLS, ROWS, False) for _ in range(COUNT))
         if is_stack:
             self.experts.w1 = nn.Parameter(torch.zeros(COUNT, ROWS, COLS))
+        without_head_(self, ROWS)
 
 
 @pytest.mark.parametrize("is_stack", [True, False])
 def test_thousands_of_equal_matrices_go_through_few_calls(is_stack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     net, calls = Many(is_stack), []
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
-    for param in net.parameters():
+    for param in net.experts.parameters():
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(
         "deepspeed.muon.step.partition_step.orthogonalize", lambda x, *_, **__: calls.append(tuple(x.shape))

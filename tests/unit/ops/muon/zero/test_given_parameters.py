@@ -206,7 +206,7 @@ def test_a_complex_matrix_trains_as_with_adamw() -> None:
 
 
 def test_a_sparse_gradient_is_refused_as_by_adamw() -> None:
-    net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    net = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = MuonWithAuxAdam(net.parameters(), model=net)
     net(torch.tensor([0, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):

@@ -15,7 +15,7 @@ from helpers.ways import UserGroups
 
 def halves_of(params: dict[str, Any], *groups: dict[str, Any]) -> list[dict[str, Any]]:
     """The optimizer's groups where each of the user's has one layer."""
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in groups))
+    net = nn.ModuleList(nn.Linear(4, 4) for _ in groups)
     given = [{"params": list(layer.parameters()), **own} for layer, own in zip(net, groups, strict=True)]
     return MuonWithAuxAdam(given, model=net, **params).param_groups
 

@@ -172,7 +172,7 @@ def refuse_sequence(client: bool) -> Refusal | None:
 @pytest.mark.parametrize("client", [False, True])
 def test_engines_that_are_refused(client: bool) -> None:
     for name, found, _ in run(refuse_sequence, 2, client=client):
-        assert name == "UnsupportedError" and "sequence parallelism by data_parallel_size" in found
+        assert name == "UnsupportedError" and "sequence parallelism by mesh_param, or by data_parallel_size" in found
 
 
 def disagree(about: str, stage: int, client: bool) -> Refusal | None:
