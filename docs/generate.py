@@ -101,9 +101,26 @@ and stay in both halves, as in torch's AdamW. Refused are misspelt keys, other p
 In this order: `param.use_muon`, set before `deepspeed.initialize`; `muon_exclude`; `muon_include`; then the rules.
 Hidden matrices, that is 2-D weights of linear layers, go to Muon; embeddings, output heads, routers, norms, biases,
 convolutions and LoRA factors go to AdamW. Patterns are regular expressions, searched anywhere in a parameter's name;
-one that matches nothing is an error, and so is a model without any matrix for Muon. `ds_muon plan` prints every
-parameter's route and reason. Afterwards every parameter carries `param.use_muon` as routed; the next optimizer takes
-only the tags that you have set.
+one that matches nothing is an error. A model in which the rules find no matrix for Muon is an error too; one in which
+your patterns or tags leave none, as `"muon_exclude": ".*"` does, trains with AdamW and logs a warning. `ds_muon plan`
+prints every parameter's route and reason. Afterwards every parameter carries `param.use_muon` as routed; the next
+optimizer takes only the tags that you have set.
+
+**Output heads** are found by what the model says first: the layer that `get_output_embeddings` or timm's
+`get_classifier` returns, and layers with as many outputs as the config has labels or tokens. Next comes the place of a
+layer. In a model of transformers, the heads lie outside of the base model. In other models, a head lies outside of
+repeated blocks, and no other layer takes its outputs. Names such as `lm_head` or `classifier` come last. If only the
+place tells, one line of the start log and of `ds_muon plan` names the layers and the key that decides:
+
+```
+no other layer takes the outputs of some matrices: fc.weight go to AdamW as output heads; if they are none, list them
+in muon_include
+```
+
+**LoRA factors** are known by their names and by the other factor of the pair, so a square factor is one, too. PEFT
+packs the factors of all experts into one weight (`target_parameters`), loralib and LitGPT those of a fused projection;
+with `muon_lora`, each factor is a matrix of its own. Where the layout is unknown, the weight stays one matrix, and the
+start log says so.
 
 ## Learning-rate schedules
 

@@ -127,7 +127,7 @@ class WithConvolution(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
         self.fc = nn.Linear(4, 5)
-        without_head_(self, 5)
+        without_head_(self)
 
     def forward(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)

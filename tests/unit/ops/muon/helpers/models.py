@@ -71,9 +71,12 @@ def text(step: int, vocab: int, time: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def without_head_(model: nn.Module, *outputs: int) -> None:
-    """Add frozen vectors of these sizes: as if a layer took so many outputs, so no layer is an output head."""
-    model.taken = nn.ParameterList(nn.Parameter(torch.ones(size), requires_grad=False) for size in outputs)
+def without_head_(model: nn.Module) -> None:
+    """Tag the layers that no other layer follows for Muon, which would leave them to AdamW as output heads."""
+    inputs = {layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear)}
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.out_features not in inputs:
+            layer.weight.use_muon = True  # type: ignore[assignment]
 
 
 class Mlp(nn.Module):
@@ -100,7 +103,7 @@ class Mlp(nn.Module):
         initialize_(self, seed)
         for index in frozen:
             self.layers[index].requires_grad_(False)
-        without_head_(self, widths[-1], *(unused or ())[1:])
+        without_head_(self)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean squared error, a scalar; `inputs` (batch, widths[0]), `targets` (batch, widths[-1])."""
@@ -355,5 +358,4 @@ def halve(model: nn.Module, seed: int) -> nn.Module:
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> CPU copy of each parameter in its full shape; a collective at ZeRO stage 3."""
     with _gathered(model):
-        found = {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
-    return {name: weight for name, weight in found.items() if not name.startswith("taken.")}
+        return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}

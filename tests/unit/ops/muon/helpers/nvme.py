@@ -36,7 +36,7 @@ class Wide(nn.Module):
             self.unused = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(2))
             self.spare = nn.Embedding(1024, 512)  # follows the biases in their sub-group
         initialize_(self, seed)
-        without_head_(self, 12)
+        without_head_(self)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean squared error, a scalar; `inputs` (batch,), int64, `targets` (batch, 12)."""

@@ -301,7 +301,7 @@ def test_without_flock_a_file_of_this_machine_is_locked(small: Path, monkeypatch
 def test_a_folder_that_cannot_be_written_is_named(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MuonBuilder, "sources", lambda self: [str(small)])
     folder = MuonBuilder().path().parent
-    folder.parent.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     folder.touch()  # a file in its place
     with pytest.raises(
         native.KernelError, match=rf"{folder} cannot be written \(.+\); set TORCH_EXTENSIONS_DIR to one"

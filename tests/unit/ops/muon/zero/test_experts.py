@@ -73,7 +73,7 @@ class Many(nn.Module):
         self.experts = nn.Module() if is_stack else nn.ModuleList(nn.Linear(COLS, ROWS, False) for _ in range(COUNT))
         if is_stack:
             self.experts.w1 = nn.Parameter(torch.zeros(COUNT, ROWS, COLS))
-        without_head_(self, ROWS)
+        without_head_(self)
 
 
 @pytest.mark.parametrize("is_stack", [True, False])

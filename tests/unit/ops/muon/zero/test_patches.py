@@ -287,7 +287,7 @@ UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer"
 
 def warnings_of(kind: str, stage: int) -> list[str]:
     """What is logged while DeepSpeed takes an optimizer of the script, of a class with this name."""
-    net = Mlp((6, 9, 5))
+    net = Mlp((6, 9, 6))  # no layer has a tag
     optimizer = type(kind, (torch.optim.SGD,), {})(net.parameters(), lr=0.1)
     config = {key: value for key, value in ds_config(stage=stage).items() if key != "optimizer"}
     with logged(logging.WARNING) as said:
@@ -364,3 +364,17 @@ def evaluate_frozen(**config: Any) -> tuple[str, bool, str]:
     engine.eval()
     batch = [torch.randn(4, size, dtype=next(net.parameters()).dtype) for size in (6, 5)]
     return type(engine.basic_optimizer).__module__, torch.equal(engine(*batch), net(*batch)), (said or [""])[-1]
+
+
+@pytest.mark.parametrize("name", ["moun", "Muno", "muonn"])
+def test_a_misspelt_type_is_answered_with_the_right_one(name: str) -> None:
+    (found,) = run(error_of_type, 1, name=name)
+    assert found == f'MuonConfigError: optimizer.type: got {name.lower()!r}; did you mean "Muon"?'
+
+
+def error_of_type(name: str) -> str:
+    try:
+        make_engine(Mlp((6, 9, 6)), ds_config(optimizer={"type": name, "params": {"lr": 1e-3}}))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
