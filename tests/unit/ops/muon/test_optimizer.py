@@ -23,7 +23,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) ->
         optimizer.zero_grad()
         model(*model.batch(step)).backward()
         optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -139,12 +139,12 @@ def test_the_size_of_an_update_in_channels_last() -> None:
     """By the change of the weights."""
     model = WithConvolution()
     optimizer, stats = MuonWithAuxAdam(model.parameters(), model=model, lr=0.01), StepStats(lambda: None)
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model().backward()
     with optimizer.observed(stats=stats):
         optimizer.step()
     assert not optimizer.state[model.conv.weight]["exp_avg"].is_contiguous()
-    change = {name: (model.get_parameter(name).detach() - first) / 0.01 for name, first in before.items()}
+    change = {name: (p.detach() - before[name]) / 0.01 for name, p in model.named_parameters()}
     ((squares, count),) = stats.sums([SIZES["adamw"]]).tolist()
     of_adamw = [delta for name, delta in change.items() if name != "fc.weight"]
     assert count == sum(delta.numel() for delta in of_adamw)

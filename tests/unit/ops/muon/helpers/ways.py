@@ -312,7 +312,7 @@ class UserGroups(Way):
         second = replace(config, **self.SECOND, adam_lr=0.005, adam_weight_decay=0.0)
         third = replace(config, lr=0.01, nesterov=False, scale="match_rms_adamw")
         by_layer = {"0": second, "1": second, "2": third, "3": third}
-        names = [name for name, _ in self.whole(case).named_parameters() if name.startswith("layers.")]
+        names = [name for name, _ in self.whole(case).named_parameters()]
         return {name: by_layer[name[7]] for name in names if name[7] in by_layer}
 
     def build(self, seed: int, **config: Any) -> Any:

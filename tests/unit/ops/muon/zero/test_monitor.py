@@ -109,7 +109,7 @@ def expected(steps: int) -> list[dict[str, float]]:
         return found[-1][1]
 
     def observe(model: nn.Module, batch: tuple[Tensor, ...]) -> Callable[[], None]:
-        weights.append({name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad})
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
         return lambda: None
 
     config = replace(ORACLE, **CAUTIOUS[1], orthogonalize=orthogonalize, observe=observe)

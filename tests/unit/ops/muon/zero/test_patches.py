@@ -369,7 +369,7 @@ def evaluate_frozen(**config: Any) -> tuple[str, bool, str]:
 @pytest.mark.parametrize("name", ["moun", "Muno", "muonn"])
 def test_a_misspelt_type_is_answered_with_the_right_one(name: str) -> None:
     (found,) = run(error_of_type, 1, name=name)
-    assert found == f'MuonConfigError: optimizer.type: got {name.lower()!r}; did you mean "Muon"?'
+    assert found == f'MuonConfigError: optimizer.type: got {name!r}; did you mean "Muon"?'
 
 
 def error_of_type(name: str) -> str:
