@@ -113,8 +113,7 @@ repeated blocks, and no other layer takes its outputs. Names such as `lm_head` o
 place tells, one line of the start log and of `ds_muon plan` names the layers and the key that decides:
 
 ```
-no other layer takes the outputs of some matrices: fc.weight go to AdamW as output heads; if they are none, list them
-in muon_include
+output heads or not, only their place tells: AdamW updates fc.weight (muon_include sends them to Muon)
 ```
 
 **LoRA factors** are known by their names and by the other factor of the pair, so a square factor is one, too. PEFT

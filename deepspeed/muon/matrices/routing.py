@@ -109,13 +109,11 @@ def head_note(specs: Iterable[MatrixSpec]) -> str:
     """Return a text that lists the matrices of which only the place tells whether they are output heads; "" if none."""
     unsure = [spec for spec in specs if spec.is_unsure]
     heads, others = ([spec.name for spec in unsure if spec.use_muon is use_muon] for use_muon in (False, True))
-    texts = []
-    if heads:
-        names = listed(heads, MAX_LISTED)
-        texts.append(f"{names} go to AdamW as output heads; if they are none, list them in muon_include")
-    if others:
-        texts.append(f"{listed(others, MAX_LISTED)} go to Muon; if they are output heads, list them in muon_exclude")
-    return "no other layer takes the outputs of some matrices: " + "; ".join(texts) if texts else ""
+    texts = [
+        *([f"AdamW updates {listed(heads, MAX_LISTED)} (muon_include sends them to Muon)"] if heads else ()),
+        *([f"Muon updates {listed(others, MAX_LISTED)} (muon_exclude sends them to AdamW)"] if others else ()),
+    ]
+    return f"output heads or not, only their place tells: {'; '.join(texts)}" if texts else ""
 
 
 def user_tag(param: nn.Parameter) -> bool | None:

@@ -109,8 +109,8 @@ def test_heads_go_to_adamw(model: nn.Module, expected: str, unsure: str) -> None
 def test_the_log_names_the_option_that_decides() -> None:
     model = module(body=blocks(), policy=mlp(8, 8, 4), value=mlp(8, 8, 3))
     note = head_note(routes(model).values())
-    assert "value.2.weight go to AdamW as output heads; if they are none, list them in muon_include" in note
-    assert "policy.2.weight go to Muon; if they are output heads, list them in muon_exclude" in note
+    assert "AdamW updates value.2.weight (muon_include sends them to Muon)" in note
+    assert "Muon updates policy.2.weight (muon_exclude sends them to AdamW)" in note
     assert head_note(routes(model, muon_include="value", muon_exclude="policy").values()) == ""
 
 
