@@ -29,7 +29,7 @@ _OTHER = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 _B = {b for _, b in PAIRS}
 #: The last "lora" in a name decides: kohya's ``lora_unet_down_blocks_0_attn.lora_up.weight`` is a factor B.
 _FACTOR = re.compile(
-    rf"(?P<owner>.*[._]|)lora(?:_[a-z]+(?=[._]))*?[._]?(?P<side>{'|'.join(_OTHER)}|magnitude_vector)(?=[._]|$)"
+    rf"(?:.*[._]|)lora(?:_[a-z]+(?=[._]))*?[._]?(?P<side>{'|'.join(_OTHER)}|magnitude_vector)(?=[._]|$)"
 )
 
 

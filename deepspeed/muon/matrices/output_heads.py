@@ -92,16 +92,21 @@ def find_output_heads(
     taken = Counter(width for param, found in candidates.items() for width in _taken_inputs(param, found))
 
     def is_end(layer: Layer) -> bool:
-        """Return whether no layer takes the outputs of a layer outside of repeated blocks, not even in parts."""
+        """Return whether no layer takes the outputs of a layer that may be a head, not even in parts."""
         # A layer may take the outputs of a convolution as a flattened image, so for convolutions the name counts too.
         is_hidden = not layer.is_linear and not _WORDS.search(layer.path)
-        if layer.is_in_block or is_hidden or is_projection(layer.path.rpartition(".")[2]):
+        if not _has_place(layer) or is_hidden or is_projection(layer.path.rpartition(".")[2]):
             return False
         return not any(layer.outputs == parts * width for parts in PARTS for width in taken)
 
     known = _last_of_sequence(model) | _counted(model, layers, taken)
     known |= _named([layer for layer in layers if not layer.is_in_body], is_end) | stated
     return _with_ends(layers, [layer for layer in layers if layer.param not in known and is_end(layer)], known)
+
+
+def _has_place(layer: Layer) -> bool:
+    """Return whether a layer is where heads are: outside of a transformers model's body, or of repeated blocks."""
+    return layer.is_in_body is False or not layer.is_in_block
 
 
 def _in_module_order(model: nn.Module, uses: Mapping[nn.Parameter, Sequence[Use]]) -> list[Layer]:
@@ -133,7 +138,7 @@ def _taken_inputs(param: nn.Parameter, uses: Sequence[Use]) -> Iterator[int]:
     if layers:
         yield from (layer.inputs for layer in layers)
     elif not all(embedding_reason(use) or use.attribute.endswith("bias") for use in uses):
-        yield from (size for size in whole_shape(param) if size > 1)
+        yield from (size for size in whole_shape(param)[-2:] if size > 1)
 
 
 def _returned(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Parameter, str]:
@@ -191,15 +196,17 @@ def _counted(model: nn.Module, layers: Sequence[Layer], taken: Counter[int]) -> 
     labels = {count for source in _outermost(model) for name in LABELS if (count := first_number(source, (name,))) > 1}
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     tokens = {first_number(config, ("vocab_size",)) for config in configs.values()}
-    tokens -= {0, 1} | {side for layer in layers if layer.is_in_block for side in (layer.outputs, layer.inputs)}
+    in_blocks = {side for layer in layers if layer.is_in_block for side in (layer.outputs, layer.inputs)}
+    tokens -= {0, 1} | in_blocks
     by_scorers = Counter(layer.inputs for layer in layers if layer.outputs == 1)  # which rate each label
     found = {}
     for layer in layers:
         # Detectors have one more output, for "no object".
         is_label = layer.outputs in labels or (layer.outputs - 1 in labels and _WORDS.search(layer.path))
-        if layer.is_in_block:
+        is_outside = layer.is_in_body is False and layer.outputs not in in_blocks
+        if not _has_place(layer):
             continue
-        if is_label and taken[layer.outputs] == by_scorers[layer.outputs]:
+        if is_label and (is_outside or taken[layer.outputs] == by_scorers[layer.outputs]):
             found[layer.param] = f"output head: {layer.outputs} outputs, by the model's number of labels"
         elif tokens & {layer.outputs, layer.inputs}:
             found[layer.param] = "output head or embedding: one side is the model's vocab_size"

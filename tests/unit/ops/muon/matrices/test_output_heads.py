@@ -6,6 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from deepspeed.muon.matrices import output_heads
@@ -21,6 +22,12 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 def blocks(width: int = 8) -> nn.ModuleList:
     return nn.ModuleList(Swiglu() for _ in range(2))
+
+
+def experts(count: int) -> nn.Module:
+    stack = nn.Module()
+    stack.gate_up_proj = nn.Parameter(torch.randn(count, 8, 16))
+    return stack
 
 
 def with_config(model: nn.Module, **settings: int) -> nn.Module:
@@ -82,6 +89,11 @@ HEADS: dict[str, tuple[nn.Module, str, str]] = {
     "tokens as inputs": (with_config(module(soft=linear(50, 8), body=blocks()), vocab_size=50), "soft", ""),
     "a sequence that ends as wide as it begins": (mlp(8, 4, 8), "2", ""),
     "a wrapped sequence": (module(net=mlp(8, 4, 8)), "net.2", ""),
+    "as many labels as experts": (
+        with_config(module(body=module(experts=experts(5)), label=linear(8, 5)), num_labels=5),
+        "label",
+        "",
+    ),
     "a headless body": (module(embed=linear(3, 8), layers=blocks(), norm=nn.LayerNorm(8)), "", ""),
     "a head of several layers": (
         module(body=blocks(), classification_head=module(dense=linear(8, 8), out_proj=linear(8, 8))),
