@@ -152,9 +152,10 @@ def _returned(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Parameter, s
             except (AttributeError, NotImplementedError, TypeError):  # a model without a head, or another method
                 continue
             for head in heads if isinstance(heads, (list, tuple)) else [heads]:
-                weights = {*head.parameters()} if isinstance(head, nn.Module) else set()
-                inside = [layer.param for layer in layers if layer.param in weights]
-                found |= dict.fromkeys(inside[-1:], f"output head ({name})")
+                if isinstance(head, nn.Module):
+                    weights = {*head.parameters()}
+                    inside = [layer.param for layer in layers if layer.param in weights]
+                    found |= dict.fromkeys(inside[-1:], f"output head ({name})")
     return found
 
 
