@@ -160,12 +160,12 @@ class MuonBuilder(CPUOpBuilder):
         # A build that failed earlier in this process must not change the name of the module.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(path.stem, None)
         with ExitStack() as folders:
-            beside = folders.enter_context(_folder(path.parent))
-            folder = beside if has_flock else folders.enter_context(_folder(None))
+            target_folder = folders.enter_context(_folder(path.parent))
+            folder = target_folder if has_flock else folders.enter_context(_folder(None))
             module = cpp_extension.load(
                 path.stem, self.sources(), extra_cflags=self.cxx_args(), build_directory=folder, verbose=verbose
             )
-            built = shutil.copyfile(Path(folder, path.name), Path(beside, f"{path.name}.copy"))
+            built = shutil.copyfile(Path(folder, path.name), Path(target_folder, f"{path.name}.copy"))
             with built.open("r+b") as file:
                 os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file
             built.replace(path)

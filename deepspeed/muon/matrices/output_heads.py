@@ -81,7 +81,7 @@ def find_output_heads(
 
     Args:
         uses: each parameter of the model -> the places that use it.
-        hidden: parameters that are no heads, whatever their place: routers and factors of low-rank adapters.
+        hidden: parameters that cannot be heads, whatever their place: routers and factors of low-rank adapters.
     """
     no_head = set(hidden)
     candidates = {param: found for param, found in uses.items() if param not in no_head}
