@@ -97,7 +97,8 @@ def find_output_heads(
         is_hidden = not layer.is_linear and not _WORDS.search(layer.path)
         if not _has_place(layer) or is_hidden or is_projection(layer.path.rpartition(".")[2]):
             return False
-        return not any(layer.outputs == parts * width for parts in PARTS for width in taken)
+        joined = [layer.outputs * parts for parts in PARTS if layer.is_in_block]  # such as a mean and a deviation
+        return not any(layer.outputs == parts * width or width in joined for parts in PARTS for width in taken)
 
     known = _last_of_sequence(model) | _counted(model, layers, taken)
     known |= _named([layer for layer in layers if not layer.is_in_body], is_end) | stated
@@ -151,7 +152,7 @@ def _returned(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Parameter, s
                 heads = get() if callable(get) else None
             except (AttributeError, NotImplementedError, TypeError):  # a model without a head, or another method
                 continue
-            for head in heads if isinstance(heads, (list, tuple)) else [heads]:
+            for head in heads if isinstance(heads, (list, tuple, nn.ModuleList)) else [heads]:
                 if isinstance(head, nn.Module):
                     weights = {*head.parameters()}
                     inside = [layer.param for layer in layers if layer.param in weights]

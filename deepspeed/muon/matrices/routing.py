@@ -95,7 +95,9 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
             overrides_rules=decided.use_muon is not by_rules.use_muon,
             output_axis=uses[0].matrix_output_axis(shape),
             is_lora=factor is not None,
-            is_unsure=param in heads.uncertain and decided == by_rules,
+            is_unsure=param in heads.uncertain
+            and decided == by_rules
+            and (decided.use_muon or decided.reason.startswith(head or "output head")),
         )
         specs[param] = split_parameter(spec, names, param, uses[0], config, model, factor) if decided.use_muon else spec
     return specs
@@ -212,7 +214,8 @@ def _route_by_rules(
         return Route(use_muon, str(factor) + (f", by muon_lora {config.muon_lora}" if use_muon else ""))
     tied = ", tied" if len(uses) > 1 else ""
     if len(shape) != 2:
-        return Route(False, head + tied) if head else _route_of_more_dimensions(shape, uses[0], config.muon_conv)
+        found = _route_of_more_dimensions(shape, uses[0], config.muon_conv)
+        return Route(False, head + tied) if head and found.use_muon else found
     if min(shape) == 1:
         return Route(False, "a vector in the shape of a matrix")
     for rule in (embedding_reason, _router):

@@ -130,6 +130,18 @@ def test_a_convolution_is_a_head_if_its_name_says_so() -> None:
     model = module(first=nn.Conv2d(3, 6, 3), second=nn.Conv2d(6, 9, 3), classifier=module(low=nn.Conv2d(9, 5, 1)))
     specs = routes(model, muon_conv="flatten")
     assert [specs[f"{name}.weight"].use_muon for name in ("first", "second", "classifier.low")] == [True, True, False]
+    assert not any(spec.is_unsure for spec in routes(model).values()), "AdamW updates convolutions anyway"
+
+
+def test_a_list_of_heads_and_a_layer_whose_outputs_are_joined() -> None:
+    """As in MusicGen, and in the pooling of speaker embeddings, outside of the body of a transformers model."""
+    model = module(body=blocks(), lm_heads=nn.ModuleList(linear(8, 50) for _ in range(2)))
+    model.get_output_embeddings = lambda: model.lm_heads
+    assert not any(spec.use_muon for name, spec in routes(model).items() if "lm_heads" in name)
+    tdnn = nn.ModuleList(module(kernel=linear(inputs, outputs)) for inputs, outputs in ((8, 8), (8, 20)))
+    model = module(base=blocks(), tdnn=tdnn, extractor=linear(40, 8))
+    model.base_model_prefix = "base"
+    assert routes(model)["tdnn.1.kernel.weight"].use_muon
 
 
 def test_a_method_of_the_model_that_fails_or_means_something_else_decides_nothing() -> None:
