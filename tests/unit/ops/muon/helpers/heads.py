@@ -77,8 +77,14 @@ def matrices_that_follow(first: nn.Module, second: nn.Module) -> set[str]:
 
 
 def lost(specs: Mapping[str, MatrixSpec], follow: set[str]) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield name, shape and reason of matrices in repeated blocks that are taken for heads."""
+    """Yield name, shape and reason of matrices in repeated blocks that are taken for heads; boxes are outputs, too."""
     for spec in specs.values():
         is_in_block = re.search(r"\.\d+\.(\w+\.)*[a-z_]\w*\.weight$", spec.name)
-        if is_in_block and not spec.use_muon and "output head" in spec.reason and spec.name not in follow:
+        if (
+            is_in_block
+            and "bbox_embed" not in spec.name
+            and not spec.use_muon
+            and "output head" in spec.reason
+            and spec.name not in follow
+        ):
             yield spec.name, spec.shape, spec.reason
