@@ -158,6 +158,7 @@ def test_a_method_of_the_model_that_fails_or_means_something_else_decides_nothin
 
 
 @pytest.mark.full
+@pytest.mark.time_limit(1800)
 def test_task_models_of_transformers() -> None:
     """No matrix that follows the number of labels or tokens is Muon's, and no hidden matrix is taken for a head."""
     seen, at_muon, taken = 0, [], []
@@ -174,6 +175,7 @@ def test_task_models_of_transformers() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.time_limit(1800)
 @pytest.mark.parametrize("library", VISION)
 @pytest.mark.parametrize("getters", [output_heads.GETTERS, ()], ids=["getters", "places"])
 def test_classifiers_of_vision_libraries(
