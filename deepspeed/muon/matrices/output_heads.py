@@ -233,13 +233,13 @@ def _with_ends(layers: Sequence[Layer], ends: Sequence[Layer], known: Mapping[nn
     outputs of several layers before the next one.
     """
     last = _last_end(layers, ends)
-    counts = {layer.outputs for layer in layers if layer.param in known}
-    reasons = dict(known)
-    for layer in ends:
-        has_heads_place = layer is last or _WORDS.search(layer.path) or layer.outputs in counts
-        if layer.is_in_body is False or (layer.is_in_body is None and has_heads_place):
-            reasons[layer.param] = f"output head: no other layer takes its {layer.outputs} outputs"
-    return OutputHeads(reasons, frozenset(layer.param for layer in ends if layer.is_in_body is None))
+    unclear = [layer for layer in ends if layer.is_in_body is None]
+    heads = [layer for layer in ends if layer.is_in_body is False]
+    heads += [layer for layer in unclear if layer is last or _WORDS.search(layer.path)]
+    counts = {layer.outputs for layer in (*heads, *(layer for layer in layers if layer.param in known))}
+    heads += [layer for layer in unclear if layer.outputs in counts]
+    reasons = {layer.param: f"output head: no other layer takes its {layer.outputs} outputs" for layer in heads}
+    return OutputHeads({**reasons, **known}, frozenset(layer.param for layer in unclear))
 
 
 def _last_end(layers: Sequence[Layer], ends: Sequence[Layer]) -> Layer | None:

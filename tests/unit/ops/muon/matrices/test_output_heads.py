@@ -45,9 +45,9 @@ def dit() -> nn.Module:
 HEADS: dict[str, tuple[nn.Module, str, str]] = {
     "a head of torchvision's": (module(body=linear(8, 8), fc=linear(8, 10)), "fc", "fc"),
     "two heads": (
-        module(body=linear(8, 8), AuxLogits=module(fc=linear(8, 10)), layers=blocks(), fc=linear(8, 10)),
-        "AuxLogits.fc fc",
-        "AuxLogits.fc fc",
+        module(body=linear(8, 8), aux1=module(fc2=linear(8, 10)), layers=blocks(), fc=linear(8, 10)),
+        "aux1.fc2 fc",
+        "aux1.fc2 fc",
     ),
     "by the model's last part alone": (module(body=blocks(), probe=linear(8, 10)), "probe", "probe"),
     "before the blocks": (module(readout=linear(8, 10), body=blocks()), "readout", "readout"),
