@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from deepspeed.muon.config.presets import naming_preset_keys
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.exchange import Exchange, Phase
-from deepspeed.muon.exchange.failures import reports_failures
-from deepspeed.muon.exchange.groups import Agreed, agreed, limit_time
+from deepspeed.muon.exchange.exchange import Exchange
+from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.exchange.owner_set import owner_ranks
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.selection import product_tables
 from deepspeed.muon.kernels.table import Operations
@@ -33,7 +31,7 @@ from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.routing import route, shapes_of, tag_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.monitor.step_stats import StepStats
+from deepspeed.muon.monitor.step_stats import ABSENT, StepStats
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import (
     check_decay_rates,
@@ -49,9 +47,9 @@ from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree,
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.scheduler_view import UserGroups
 from deepspeed.muon.step.binding import StepContext, bind_partition
-from deepspeed.muon.step.gradient_checks import are_finite
+from deepspeed.muon.step.gradient_checks import are_finite, without_gradient
 from deepspeed.muon.step.normuon_moments import SecondMoments
-from deepspeed.muon.step.partition_step import PartitionStep, short_hash
+from deepspeed.muon.step.partition_step import PartitionStep, Phase, StepValues, short_hash
 from deepspeed.muon.tuning import Tuning, resume_choice
 
 
@@ -203,9 +201,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self._adam_partitions.append(partition)
                 continue
             choice = resume_choice(group, tuning.choice, self.config.ns_dtype)
-            if partition.group is not None:
-                limit_time(partition.group)
-            self._steps[partition.tensors[0]] = step = bind_partition(
+            self._steps[partition.tensors[0]] = bind_partition(
                 partition,
                 group,
                 config=self.config,
@@ -217,13 +213,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                     dtype=DTYPES[self.config.wire],
                     device=device,
                     work=self.workspace,
-                    name=group["name"],
                     staging=staging,
                 ),
                 blocks=self._blocks,
                 second_moments=self.second_moments,
             )
-            group["owner_counts"] = step.owner_counts
         self._binding = (partitions, tuning, device)
         self.second_moments.bind(self._steps.values())
         if self.qk_clip:
@@ -271,19 +265,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def plans(self) -> list[Plan]:
         """Return for each entry of :attr:`partitions` the :class:`Plan` of what this rank sends and computes."""
         return [step.plan for step in self._steps.values()]
-
-    @property
-    def owner_sets(self) -> set[tuple[int, ...]]:
-        """Return sets of ranks that orthogonalize one matrix together and need a process group, such as ``{(0, 1)}``.
-
-        Sets without this rank are left out, and so is the set of all ranks of a partition, which has a process group.
-        """
-        return {
-            owner_ranks(step.partition.group, size)
-            for step in self._steps.values()
-            for size in step.plan.of_all.shared_owner_counts
-            if size < step.plan.of_all.world_size
-        }
 
     @property
     def compute_device(self) -> torch.device:
@@ -416,7 +397,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     # ---- the step -------------------------------------------------------------------------------------
 
     @torch._disable_dynamo  # a script may compile the function that calls step; compiling step gains nothing
-    @reports_failures
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all tensors that are in ``param_groups`` now, and return what ``closure`` returns.
 
@@ -447,12 +427,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         # In every step, because a schedule may change these rates.
         for group in self.param_groups:
             check_decay_rates(group)
+        steps = {group["name"]: self._step_of(group) for group in self.param_groups if _is_muon(group)}
+        absent = dict(zip(steps, self._without_gradient([*steps.values()]), strict=True))
         for group in self.param_groups:
-            if group["params"]:
-                absent = self._muon_step(group) if group["use_muon"] else self._adam_step(group)
-                if self.qk_clip:
-                    plan = self._steps[group["params"][0]].plan if group["use_muon"] else None
-                    self.qk_clip.apply(group["params"], plan, absent, kernels=self.context.kernels, work=self.workspace)
+            name = group["name"]
+            if name in steps:
+                self._muon_step(group, steps[name], absent[name])
+            elif group["params"]:
+                self._adam_step(group)
+            if self.qk_clip and group["params"]:
+                plan, left_alone = (steps[name].plan, absent[name]) if name in steps else (None, frozenset())
+                self.qk_clip.apply(group["params"], plan, left_alone, kernels=self.context.kernels, work=self.workspace)
         if not self.context.is_stepped_in_parts:
             self.workspace.release()
 
@@ -489,22 +474,43 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._is_skip_logged = True
             logger.warning("deepspeed-muon: the gradient is not finite; this step is skipped on all ranks")
 
-    def _muon_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update a Muon group; return the names of the skipped matrices, whose gradient is zero on all ranks."""
+    def _step_of(self, group: dict[str, Any]) -> PartitionStep:
+        """Return the planned step of a Muon group's tensors; raise RuntimeError if they were replaced."""
         step = self._steps.get(group["params"][0])
         if step is None:
             raise RuntimeError(
                 f"the tensors of parameter group {group['name']!r} were replaced after the optimizer had "
                 "planned its steps; build a new optimizer after replacing parameters"
             )
+        return step
+
+    def _without_gradient(self, steps: list[PartitionStep]) -> list[frozenset[str]]:
+        """Return for each step the names of its matrices whose gradient is zero on all ranks; a collective."""
+        if not steps:
+            return []
+        with self._phase("prepare"):
+            found = without_gradient([step.gradients for step in steps], [step.partition.tensors for step in steps])
+        if self._stats is not None:
+            # All ranks that share the plan count the same matrices, and their counts are added up.
+            self._stats.add(ABSENT, sum(len(a) / s.sharers for a, s in zip(found, steps, strict=True)), 0)
+        return found
+
+    def _muon_step(self, group: dict[str, Any], step: PartitionStep, without_gradient: frozenset[str]) -> None:
         states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]
         if self._schedules != Schedules():
             group = self._schedules.settings_at(group, done=int(states[0]["step"]))
         torch._foreach_add_([state["step"] for state in states], 1)
-        return step.run(group, self.state, self._phase, self._stats)
+        step.run(
+            StepValues(
+                group=group,
+                states=self.state,
+                without_gradient=without_gradient,
+                phase=self._phase,
+                stats=self._stats,
+            )
+        )
 
-    def _adam_step(self, group: dict[str, Any]) -> frozenset[str]:
-        """Update an AdamW group; return an empty set, because AdamW, unlike Muon, does not skip zero gradients."""
+    def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]
         with self._phase("adamw"):
             states = [self.create_state(p, use_muon=False) for p in tensors]
@@ -524,4 +530,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 for tensor, state in zip(tensors, states, strict=True)
                 for fragment in self._fragments[tensor]
             )
-        return frozenset()
+
+
+def _is_muon(group: dict[str, Any]) -> bool:
+    return bool(group["use_muon"] and group["params"])

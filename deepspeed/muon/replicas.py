@@ -7,7 +7,7 @@ The ranks of DistributedDataParallel share the work of Newton-Schulz.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,10 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.groups import all_maxima, init_and_rank, is_made, make_groups, processes
-from deepspeed.muon.exchange.owner_set import owner_ranks
+from deepspeed.muon.exchange.groups import all_maxima, init_and_rank, processes
 from deepspeed.muon.exchange.partition import whole_partition
-from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.tuning import Candidates, has_bf16, may_time
@@ -83,19 +81,13 @@ def bind_without_sharding(optimizer: Any, replicas: Any) -> None:
 
 
 def check_replicas_agree(optimizer: Any, replicas: Any) -> None:
-    """Check that all DDP ranks have the same settings and plan, and create the plan's process groups; a collective.
+    """Check that all DDP ranks have the same settings and plan; raise RuntimeError if not; a collective.
 
     Called in every step, because one rank may have loaded another state. ``replicas``: DDP's process group.
-
-    Raises:
-        RuntimeError: settings or plans differ between ranks.
-        UnsupportedError: DDP uses only N of the job's ranks, and ``owners_per_matrix`` is neither 1 nor N.
     """
-    start_watchdog()
     unavailable = sorted(kind for kind, reason in optimizer.context.unavailable.items() if reason)
     facts = optimizer.config.digest(), str(unavailable), optimizer.digest(), str(optimizer.steps_done)
     check_agreement(facts, replicas, optimizer.compute_device)
-    _make_process_groups(optimizer.owner_sets, replicas, optimizer.compute_device)
 
 
 def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
@@ -108,21 +100,3 @@ def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> N
             "loaded state; build it identically and load the same state on every rank, with kernels='torch' if some "
             "ranks cannot compile kernels"
         )
-
-
-def _make_process_groups(sets: Collection[Sequence[int]], group: Any, device: torch.device) -> None:
-    """Create process groups for ``sets`` of ranks, such as ``[(0, 1), (0, 1, 2, 3)]``, unless all exist.
-
-    All ranks of ``group``, DDP's process group, call this together, each with the sets to which it belongs.
-    """
-    if all(map(is_made, sets)):
-        return
-    count = init_and_rank(group)[1]
-    ranks = owner_ranks(group, count)
-    if count < processes():
-        raise UnsupportedError(
-            f"owners_per_matrix: must be 1 or {count}, because DistributedDataParallel uses only {count} of all "
-            "ranks, and only all ranks together can make the process groups that other numbers need"
-        )
-    sizes = {len(one) for one in sets}
-    make_groups([ranks[first : first + size] for size in sizes for first in range(0, count, size)], device)

@@ -306,10 +306,10 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
             current.get("name"),
             change,
         )
-    left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks"}
+    left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks", "owner_counts"}
     settings = {key: value for key, value in saved.items() if key not in left_out}
     # Schedules change rates all the time, and the other keys are choices that the saved run made, not settings.
-    silent = {"lr", "initial_lr", "ns_choice", "ns_methods", "owner_counts", SAVED, STARTED}
+    silent = {"lr", "initial_lr", "ns_choice", "ns_methods", SAVED, STARTED}
     if current.get("use_muon"):  # torch's schedulers change the betas of every group; a Muon group's have no effect
         silent.add("betas")
     for key, value in settings.items():

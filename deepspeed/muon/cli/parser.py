@@ -24,7 +24,6 @@ REPORT = "ds_muon_report.md"
 TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
 ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
-CHECK = "prove that the collectives of all ranks match in order and size; 1,024 ranks take about 20 s at stage 3"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
     plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))
     plan.add_argument("--world-size", required=True, type=_positive, help="number of data-parallel ranks")
-    plan.add_argument("--ranks-per-node", type=_positive, default=8, help="ranks that share a node (default: 8)")
     plan.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage instead of the config's")
     plan.add_argument("--all", action="store_true", help="list every parameter, repeated layers too")
     plan.add_argument(
@@ -53,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--tokens", type=_positive, help=TOKENS)
     plan.add_argument("--active-parameters", type=_positive, metavar="N", help=ACTIVE)
     plan.add_argument("--measured", action="store_true", help=MEASURED)
-    plan.add_argument("--check", action="store_true", help=CHECK)
     report = commands.add_parser("report", help=ABOUT_REPORT)
     report.add_argument("--live", action="store_true", help=LIVE)
     report.add_argument("--all", action="store_true", help="list every attribute that is replaced in DeepSpeed")

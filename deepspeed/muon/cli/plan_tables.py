@@ -32,16 +32,12 @@ def rows_of(
         of parameters in the row; ``blocks``, the number of matrices in one parameter; ``scales``, the factors by
         which their updates are multiplied; ``methods``, their Newton-Schulz methods; ``cost``, the row's share (0 to 1)
         of the model's Newton-Schulz operations; ``owners``, the ranks that orthogonalize the matrices (empty for
-        AdamW); ``owners_of_one``, the largest number of owners of one matrix; and ``on_each``, whether each rank
-        orthogonalizes all matrices itself.
+        AdamW); and ``on_each``, whether each rank orthogonalizes all matrices itself.
     """
     owners: dict[str, set[int]] = {}
-    of_one: dict[str, int] = {}
     for cost in costs:
-        for item, first, count in zip(cost.plan.items, cost.plan.owners, cost.plan.counts, strict=True):
-            name = item.shard.spec.name
-            owners.setdefault(name, set()).update(range(first, first + count))
-            of_one[name] = max(of_one.get(name, 0), count)
+        for item, owner in zip(cost.plan.items, cost.plan.owners, strict=True):
+            owners.setdefault(item.shard.spec.name, set()).add(owner)
     each_does_all = any(cost.part.world_size < world_size for cost in costs)
     alike: dict[tuple, tuple[GroupSpec, list[MatrixSpec]]] = {}
     for group in groups:
@@ -70,7 +66,6 @@ def rows_of(
                 "cost": len(specs) * sum(flops(b.rows, b.cols, schedule, method, dtype) for b, method in pairs),
                 "owners": list(range(world_size)) if group.use_muon and each_does_all else sorted(some),
                 "on_each": group.use_muon and each_does_all,
-                "owners_of_one": max(of_one.get(each.name, 0) for each in specs),
             }
         )
     total = sum(row["cost"] for row in rows)
@@ -111,7 +106,7 @@ def _parameter_table(rows: Sequence[dict[str, Any]]) -> str:
             ", ".join(f"{scale:.3g}" for scale in row["scales"]) or "-",
             ", ".join(row["methods"]) or "-",
             f"{row['cost']:.1%}" if row["methods"] else "-",
-            _who(row) + (f", {row['owners_of_one']} each" if row["owners_of_one"] > 1 else ""),
+            _who(row),
             row["reason"],
         )
         for row in rows
@@ -140,7 +135,6 @@ def quantity(value: float, unit: str = "B") -> str:
 def plan_text(facts: dict[str, Any]) -> str:
     """Return the text that ``ds_muon plan`` prints; ``facts`` is the object that ``ds_muon plan --json`` prints."""
     ranks, totals = facts["per_rank"], facts["totals"]
-    between = ranks["between_owners_bytes"]
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
     where = "in the host's memory" if facts["offload"] else "on the device"
     flop = {key: quantity(value * 1e9, "FLOP") for key, value in ranks["newton_schulz_gflop"].items()}
@@ -151,12 +145,10 @@ def plan_text(facts: dict[str, Any]) -> str:
         ("optimizer state per rank", f"{_over_ranks(ranks['state_bytes'])}, {where}"),
         ("scratch of a step", _scratch(facts)),
         ("sent per rank and step", _sent(facts)),
-        *([("sent between owners", _over_ranks(between))] if between["max"] else ()),
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_share(facts["share"]["by_tokens"]),
         *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
-        *_checked(facts["checked"]),
         *([("coming from stock", _clipping(facts["stock_clipping"]))] if facts["stock_tuning"] else ()),
         *([("beyond plain Muon", ", ".join(facts["beyond_muon"]))] if facts["beyond_muon"] else ()),
     ]
@@ -164,14 +156,6 @@ def plan_text(facts: dict[str, Any]) -> str:
     table = _parameter_table(facts["parameters"])
     notes = [f"  {note}" for note in (*facts["assumptions"], *facts["notes"])]
     return "\n".join([head, "", table, "", aligned(lines), "", "assumptions", *notes])
-
-
-def _checked(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield the row (title, text) about ``found``, the result of ``ds_muon plan --check``; none if it is ``None``."""
-    if found is not None:
-        verdict = f"FAULT, please report it: {found['fault']}" if found["fault"] else "the collectives match"
-        checked = f"{found['operations']:,} operations on {found['ranks']:,} ranks, in {found['seconds']:.1f} s"
-        yield "checked", f"{checked}: {verdict}"
 
 
 def _share(by_tokens: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -229,7 +213,7 @@ def _sent(facts: dict[str, Any]) -> str:
         return "nothing: every matrix lies whole in the shard of one rank, which orthogonalizes it"
     mean = f"mean {quantity(sent['mean'])}, max {quantity(sent['max'])}"
     if facts["stage"] == 0:
-        return f"{mean}; {ranks['collectives']:,} broadcasts of shared results"
+        return f"{mean}; {ranks['collectives']:,} all-gathers of results"
     least = f"{quantity(sent['least_mean'])} if the owner of each matrix were the rank that holds most of it"
     return f"{mean}; the mean would be {least}; {ranks['collectives']:,} all-to-alls" + (
         f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""

@@ -113,7 +113,7 @@ def check_launch() -> dict[str, Any] | None:
     found = run_trial(own)
     if found is None:
         return None
-    ranks, trial, fault, facts = found["ranks"], found["trial"], found["fault"], environment()
+    ranks, trial, facts = found["ranks"], found["trial"], environment()
     odd = [name for name in ranks[0] if name != "host" and len({one[name] for one in ranks}) > 1]
     differing = {name: [one[name] for one in ranks] for name in odd}
     problems = [
@@ -121,13 +121,11 @@ def check_launch() -> dict[str, Any] | None:
         *(f"ranks differ in {name}; make it the same on all ranks" for name in odd if name != "device"),
     ]
     problems += [f"{case['name']}: {case['problem']}" for case in trial if case["problem"]]
-    problems += [f"ranks call collectives in different orders, so NCCL can hang: {fault}"] if fault else []
     launch = {
         "ranks": len(ranks),
         "hosts": len({one["host"] for one in ranks}),
         "differing": differing,
         "trial": trial,
-        "collectives": {"checked": found["calls"], "fault": fault},
     }
     return facts | {"launch": launch, "problems": problems, "ok": not problems}
 
@@ -223,11 +221,6 @@ def _launch_lines(launch: dict[str, Any] | None) -> Iterator[str]:
         rows.append((case["name"], "fails" if case["problem"] else "as one process", *measured))
     yield aligned(rows)
     yield "\nerror: the largest relative error of a weight's change; MB sent: per step, by the rank that sends most"
-    collectives = launch["collectives"]
-    verdict = (
-        "see the problem above" if collectives["fault"] else "the same order and sizes on all ranks, as NCCL needs"
-    )
-    yield f"checked: {_count(collectives['checked'], 'collective call')} on {ranks}: {verdict}"
     yield from (f"{name} by rank: {values}" for name, values in launch["differing"].items())
 
 

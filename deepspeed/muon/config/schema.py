@@ -103,8 +103,6 @@ class MuonConfig(BaseModel):
     """dtype in which ranks send matrices; `auto`: fp32 if `ns_dtype` is set to fp32, otherwise bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """maximum bytes of the matrices sent to one owner at a time; default by device, [more](plan.md#memory)"""
-    owners_per_matrix: types.Count | None = field(None, unit="ranks")
-    """number of ranks that share one matrix's work; by default automatic, [more](evidence/scaling.md#several-owners)"""
     kernels: Literal["auto", "torch"] = field("auto")
     """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
@@ -144,11 +142,6 @@ class MuonConfig(BaseModel):
                 "momentum_warmup_steps: has an effect only with momentum_start; set momentum_start too or "
                 "remove momentum_warmup_steps"
             )
-        if self.owners_per_matrix not in (None, 1) and self.most_owners == 1:
-            needs = str(self.rules) or "ns_normalization aol"
-            raise ValueError(
-                f"owners_per_matrix: must be 1 with {needs}, which needs whole matrices; remove one of the two"
-            )
         if "normuon_beta2" in self.model_fields_set and not self.normuon:
             raise ValueError(
                 "normuon_beta2: has an effect only with normuon; set normuon to true or remove normuon_beta2"
@@ -179,11 +172,6 @@ class MuonConfig(BaseModel):
     def rules(self) -> Rules:
         """Return the update rules (NorMuon, MuonEq, Muon+), which act on a matrix before and after Newton-Schulz."""
         return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
-
-    @property
-    def most_owners(self) -> int | None:
-        """Return the maximum number of ranks that orthogonalize one matrix together; ``None`` if there is no limit."""
-        return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
 
     @property
     def schedules(self) -> Schedules:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.watchdog import PendingCollective
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.bucket import Bucket, GridCopy
 
@@ -21,33 +20,27 @@ class BucketBuffers:
     A run (:class:`~deepspeed.muon.plan.bucket.ShardRun`) is a part of a matrix that this rank's shard holds.
 
     Args:
-        index, count: the bucket's index in the plan, and the number of buckets.
-        matrices: the bucket's matrices that this rank owns, which means that it orthogonalizes them. A bucket that only
-            sends results has the ``matrices`` of the earlier bucket that computes them.
+        index: the bucket's index in the plan.
+        matrices: the bucket's matrices that this rank owns, which means that it orthogonalizes them; at ZeRO stage 0
+            those of all owners.
         outbox: the send buffer: the runs that are not ``in_place``, in the order of the ranks that own their matrices.
             The result of a run returns to the same place.
         inbox: the receive buffer: what ranks send of this rank's matrices. It is a view of ``matrices`` if the elements
             arrive in the right order.
         host: under CPU offload, pinned host memory for all runs; otherwise ``None``. The other buffers are on the
             device of Newton-Schulz. All have the dtype in which matrices are sent.
-        pending: launched collectives, for which :meth:`wait` waits.
+        pending: handle of the launched collective, for which :meth:`wait` waits.
+        copied: event at the end of the last copy between host and accelerator; ``None`` without one.
     """
 
     bucket: Bucket
     index: int
-    count: int
     matrices: Tensor
     outbox: Tensor
     inbox: Tensor
     host: Tensor | None = None
-    pending: list[PendingCollective] = field(default_factory=list)
-    #: Event at the end of the last copy between host and accelerator; ``None`` without one.
+    pending: Any = None
     copied: Any = None
-
-    @property
-    def number(self) -> str:
-        """Return the bucket's number among all buckets, such as "2 of 5", for messages."""
-        return f"{self.index + 1} of {self.count}"
 
     def slice_of(self, index: int) -> Tensor:
         """Return, as a slice of :meth:`shard_side_buffer`, the part of a matrix that ``bucket.runs[index]`` describes.
@@ -80,9 +73,10 @@ class BucketBuffers:
         return self.matrices if in_place else self.outbox
 
     def wait(self) -> None:
-        """Wait for the bucket's ``pending`` collectives, and empty that list."""
-        while self.pending:
-            self.pending.pop().wait()
+        """Wait for the bucket's ``pending`` collective; on an accelerator the current stream waits, not the host."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
 
     def unpack(self) -> None:
         """Copy received elements from ``inbox`` into ``matrices``, unless ``inbox`` is a view of ``matrices``."""

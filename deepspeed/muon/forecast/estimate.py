@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast what a step costs: bytes and operations of each rank, milliseconds at given rates; check all ranks."""
+"""Forecast what a step costs: bytes and operations of each rank, milliseconds at given rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from deepspeed.muon.config.schema import MuonConfig
@@ -16,11 +15,8 @@ from deepspeed.muon.kernels.triton_table import MULTIPLE, SYMMETRIC_FROM
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.plan.checker import lost_elements, violation
 from deepspeed.muon.plan.memory import Memory, PartitionDemand, Peak, peak
-from deepspeed.muon.plan.owners import count_ranks_per_node
 from deepspeed.muon.plan.plan import without_collector
-from deepspeed.muon.plan.program import NewtonSchulz, program_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,9 +77,8 @@ def estimate(groups: Sequence[GroupSpec], layout: Layout, config: MuonConfig, me
             dtype=memory.dtype,
             wire_bytes=memory.wire_bytes,
             device_type=memory.device_type,
-            intra_node=count_ranks_per_node([rank // layout.ranks_per_node for rank in range(part.world_size)]),
         )
-        costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged, config.most_owners))
+        costs.append(step_cost(part, cost, config.bucket_bytes, memory.staged))
     largest = _largest(costs, config.schedule, layout.world_size, memory)
     return Estimate(groups, layout, parts, costs, largest, time.perf_counter() - began)
 
@@ -94,8 +89,8 @@ def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, mem
     methods = [cost.part.group.method(schedule, memory.dtype) for cost in costs]
     # If each rank does all the work of a part, `demands` has one list for all ranks.
     by_rank = {tuple(tuple(cost.demands[rank % len(cost.demands)]) for cost in costs) for rank in range(world_size)}
-    storages = [cost.storages for cost in costs]
-    peaks = (peak(map(PartitionDemand, demands, storages, methods), memory) for demands in by_rank)
+    slots = [cost.slots for cost in costs]
+    peaks = (peak(map(PartitionDemand, demands, slots, methods), memory) for demands in by_rank)
     return max(peaks, key=lambda found: found.total)
 
 
@@ -115,7 +110,6 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     shards = sum(part.state_bytes for part in found.parts)
     state = [shards + moments for moments in _sums_per_rank([cost.moment_bytes for cost in costs], world_size)]
     sent = _sums_per_rank([cost.sent_bytes for cost in costs], world_size)
-    between = _sums_per_rank([cost.between_bytes for cost in costs], world_size)
     flops = _sums_per_rank([cost.flops for cost in costs], world_size)
     mean = sum(flops) / world_size
     # ZeRO updates one part after the other, and each part takes as long as its busiest rank.
@@ -124,11 +118,10 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     return {
         "state_bytes": {"mean": sum(state) / world_size, "max": max(state)},
         "sent_bytes": {"mean": sum(sent) / world_size, "max": max(sent), "least_mean": least},
-        "between_owners_bytes": {"mean": sum(between) / world_size, "max": max(between)},
         "newton_schulz_gflop": {"mean": mean / 1e9, "max": max(flops) / 1e9, "heaviest_matrix": heaviest / 1e9},
         "imbalance": waited_for / mean if mean else 1.0,
         "parts": len(costs),
-        "rounds": sum(cost.rounds for cost in costs),
+        "buckets": sum(len(cost.plan.buckets) for cost in costs),
         "collectives": sum(cost.collectives for cost in costs),
         "scratch_bytes": {"max": found.peak.total, **found.peak._asdict()},
     }
@@ -173,29 +166,21 @@ def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict
     """
     newton_schulz = communication = 0.0
     for cost in found.costs:
-        computed, between_owners = _busiest_rank(cost, schedule, memory)
-        compute, latency = computed + between_owners, cost.model.latency_as_flops * cost.collectives
+        compute, latency = _busiest_rank(cost, schedule, memory), cost.model.latency_as_flops * cost.collectives
         exchange = cost.model.flops_per_byte * max(cost.sent_bytes) + latency
-        total = max(compute, exchange) + min(compute, exchange) / max(1, cost.rounds)
-        newton_schulz, communication = newton_schulz + computed, communication + total - computed
+        total = max(compute, exchange) + min(compute, exchange) / max(1, len(cost.plan.buckets))
+        newton_schulz, communication = newton_schulz + compute, communication + total - compute
     return {"newton_schulz": newton_schulz, "communication": communication}
 
 
-def _busiest_rank(cost: StepCost, schedule: Schedule, memory: Memory) -> tuple[float, float]:
-    """Return (operations of Newton-Schulz, communication between owners in operations) of the rank with most to do."""
-    method, model = cost.part.group.method(schedule, memory.dtype), cost.model
-
-    @cache
-    def of_owner(rows: int, cols: int, owners: int) -> tuple[float, float]:
+def _busiest_rank(cost: StepCost, schedule: Schedule, memory: Memory) -> float:
+    """Return the operations of Newton-Schulz on the rank with most to do."""
+    method, by_rank = cost.part.group.method(schedule, memory.dtype), [0.0] * cost.part.world_size
+    for owner, item in zip(cost.plan.owners, cost.plan.items, strict=True):
+        rows, cols = item.shape
         computed = _computed_fraction(rows, cols, memory)
-        executed = flops(rows, cols, schedule, method(rows, cols), memory.dtype, computed, owners)
-        return executed, model.owner_cost(rows, cols, owners) - model.of_owner(rows, cols, owners).flops
-
-    by_rank = [(0.0, 0.0)] * cost.part.world_size
-    for owner, item in cost.plan.owned:
-        executed, sending = of_owner(*item.shape, item.owners)
-        by_rank[owner] = by_rank[owner][0] + executed, by_rank[owner][1] + sending
-    return max(by_rank, key=sum)
+        by_rank[owner] += flops(rows, cols, schedule, method(rows, cols), memory.dtype, computed)
+    return max(by_rank)
 
 
 def _computed_fraction(rows: int, cols: int, memory: Memory) -> float:
@@ -230,31 +215,3 @@ def stock_clipping(groups: Sequence[GroupSpec], gradient_clipping: float) -> dic
     norm = math.sqrt(sum(scale_factor("original", b.rows, b.cols) ** 2 * min(b.rows, b.cols) for b in blocks))
     factor = max(1.0, norm / gradient_clipping) if gradient_clipping > 0 else 1.0
     return {"gradient_clipping": gradient_clipping, "update_norm": norm, "divided_by": factor}
-
-
-@without_collector()
-def check_plan(found: Estimate, config: MuonConfig, memory: Memory) -> dict[str, Any]:
-    """Check a plan: the collectives of all ranks match, and each element reaches the rank that orthogonalizes it.
-
-    ``config``, ``memory``: the arguments that :func:`estimate` was called with.
-
-    Returns:
-        {"operations": number of checked operations of all ranks, such as sends and waits, "ranks": number of ranks,
-        "fault": text about the first error or ``None``, "seconds": duration of the check}
-    """
-    began, operations, fault = time.perf_counter(), 0, None
-    for cost in found.costs:
-        newton_schulz = NewtonSchulz(
-            schedule=config.schedule,
-            method=cost.part.group.method(config.schedule, memory.dtype),
-            dtype=memory.dtype,
-            device_type=memory.device_type,
-        )
-        views = [cost.plan.view(rank) for rank in range(cost.plan.world_size)]
-        programs = [program_of(view, memory.wire, memory.staged, newton_schulz) for view in views]
-        # If each rank does all the work of a part, there is one program, which every rank runs.
-        operations += sum(map(len, programs)) * (found.world_size // cost.plan.world_size)
-        if fault := violation(programs) or lost_elements(views):
-            break
-    seconds = time.perf_counter() - began
-    return {"operations": operations, "ranks": found.world_size, "fault": fault, "seconds": seconds}

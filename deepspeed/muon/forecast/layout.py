@@ -63,14 +63,12 @@ class GroupSpec:
         """
         return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
-    def cost_model(
-        self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str, intra_node: int = 1
-    ) -> CostModel:
+    def cost_model(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
         """Return the model by which the planner divides the group's matrices among ranks.
 
         Arguments: as in :func:`deepspeed.muon.plan.cost.cost_model`.
         """
-        return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type, intra_node)
+        return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type)
 
     def scale(self, block: Block) -> float:
         """Return the factor by which the orthogonalized update of a matrix is multiplied, without the learning rate."""
@@ -109,7 +107,6 @@ class Layout:
         sub_group_size: elements on one rank after which a sub-group of stage 3 ends.
         round_robin: DeepSpeed's setting ``round_robin_gradients``, for stages 1 and 2.
         alignment: at stages 1 and 2 each parameter starts at a multiple of this many elements.
-        ranks_per_node: number of consecutive ranks on one node.
     """
 
     stage: int
@@ -117,7 +114,6 @@ class Layout:
     sub_group_size: int = 10**9
     round_robin: bool = False
     alignment: int = 1
-    ranks_per_node: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +211,10 @@ class StepCost:
         heaviest: the most floating-point operations that an owner spends on one matrix.
         sent_bytes: bytes that the rank sends, both momentum to owners and results back.
         least_bytes: the mean of ``sent_bytes`` over ranks if each matrix were owned by the rank that stores most of it.
-        between_bytes: bytes that the rank sends to other owners of the same matrix.
-        rounds: number of buckets that are sent.
         collectives: number of collectives that send buckets.
         runs: number of pieces of matrices on the rank that stores most pieces.
         demands: ``demands[rank][bucket]``, the sizes from which the rank's scratch memory is computed.
-        storages: for each bucket the index of the buffers that it uses; buckets take turns.
+        slots: number of buckets in memory at a time.
         moment_bytes: bytes of NorMuon's second moments, which owners store.
     """
 
@@ -231,42 +225,33 @@ class StepCost:
     heaviest: float
     sent_bytes: list[int]
     least_bytes: float
-    between_bytes: list[float]
-    rounds: int
     collectives: int
     runs: int
     demands: list[list[Demand]]
-    storages: list[int]
+    slots: int
     moment_bytes: list[int]
 
 
-def step_cost(
-    part: StepPart,
-    cost: CostModel,
-    bucket_bytes: int | None = None,
-    staged: bool = False,
-    most_owners: int | None = None,
-) -> StepCost:
+def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, staged: bool = False) -> StepCost:
     """Plan Muon's update of one part of a step for all ranks, and return its cost.
 
     Args:
         cost: the model by which matrices are divided among owners.
-        bucket_bytes, most_owners: the attributes of :class:`deepspeed.muon.config.schema.MuonConfig`.
+        bucket_bytes: the attribute of :class:`deepspeed.muon.config.schema.MuonConfig`.
         staged: whether shards are in host memory while Newton-Schulz runs on an accelerator.
     """
-    plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes, most_owners=most_owners)
+    plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes)
     if plan.world_size < part.world_size:  # each rank does all the work
         part = replace(part, shards=plan.shards, world_size=1)
-    flops, between_bytes = [0.0] * part.world_size, [0.0] * part.world_size
-    moment_bytes, heaviest = [0] * part.world_size, 0.0
-    for owner, item in plan.owned:
-        of_owner = cost.of_owner(*item.shape, item.owners)
-        flops[owner] += of_owner.flops
-        between_bytes[owner] += of_owner.nbytes
-        heaviest = max(heaviest, of_owner.flops)
+    flops, moment_bytes, heaviest = [0.0] * part.world_size, [0] * part.world_size, 0.0
+    owned = [*zip(plan.owners, plan.items, strict=True)]
+    for owner, item in owned:
+        operations = cost.flops(*item.shape)
+        flops[owner] += operations
+        heaviest = max(heaviest, operations)
         moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.group.normuon
-    traffic = (_gather_traffic if plan.copies == 1 else _broadcast_traffic)(plan.owned, part.world_size)
-    collectives = 2 * len(plan.rounds) if plan.copies == 1 else plan.broadcasts
+    traffic = _traffic(owned, part.world_size) if plan.copies == 1 else _traffic_of_replicas(plan)
+    travels = staged or any(traffic.sent)
     return StepCost(
         part=part,
         plan=plan,
@@ -275,12 +260,10 @@ def step_cost(
         heaviest=heaviest,
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
-        between_bytes=between_bytes,
-        rounds=plan.exchanges,
-        collectives=collectives if any(traffic.sent) else 0,
+        collectives=len(plan.buckets) * (2 if plan.copies == 1 else 1) if any(traffic.sent) else 0,
         runs=traffic.runs,
         demands=demands_of(plan),
-        storages=plan.storages(staged or any(traffic.sent)),
+        slots=plan.slots(travels),
         moment_bytes=moment_bytes,
     )
 
@@ -298,15 +281,13 @@ class _Traffic(NamedTuple):
     runs: int
 
 
-def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
-    """Return the traffic if each of ``copies`` ranks stores all matrices, so that owners send results to all others."""
-    sent = [0] * copies
-    for owner, item in owned:
-        sent[owner] += item.block.numel * (copies - 1)
-    return _Traffic(sent, sum(sent), len(owned))
+def _traffic_of_replicas(plan: GlobalPlan) -> _Traffic:
+    """Return the traffic if each rank stores all matrices, so that owners send results to all others."""
+    sent = plan.view(0).sent_elements  # equal parts, with padding
+    return _Traffic([sent] * plan.world_size, sent * plan.world_size, len(plan.items))
 
 
-def _gather_traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
+def _traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
     """Return the traffic if matrices are sharded, so that ranks send their pieces to owners and get results back."""
     sent, runs, least = [0] * world_size, [0] * world_size, 0
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}

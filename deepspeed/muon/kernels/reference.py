@@ -283,8 +283,7 @@ def separate_diagonal(x: Tensor, out: Symmetric) -> None:
 def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
     """Set ``out = alpha A B + beta A + shift I`` for symmetric A and B that commute, so that the result is symmetric.
 
-    All have the same shape and dtype. ``a`` may be ``b``; ``out`` may be one of them only if
-    :attr:`Operations.in_place`. ``coeffs``: (alpha, beta, shift).
+    All have the same shape and dtype. ``a`` may be ``b``; ``out`` may be neither. ``coeffs``: (alpha, beta, shift).
     """
     alpha, beta, shift = coeffs
     torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)

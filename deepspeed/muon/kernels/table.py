@@ -105,10 +105,5 @@ class Operations:
     square: Callable[..., None]
     product: Callable[..., None]
     multiply: Callable[..., Tensor]
-    #: Whether ``product`` may write into one of its factors.
-    in_place: bool = False
-    #: Whether each matrix is a slice of one whose other slices are on other ranks. Every operation is then a
-    #: collective, and all ranks must call it with the same number of matrices.
-    is_slice: bool = False
     #: ``None`` on devices where launches are cheap; each run then has its own launch.
     runs: RunOperations | None = None

@@ -70,23 +70,24 @@ class Workspace:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
-def matrices_together(x: Tensor, dtype: torch.dtype, small: int, threads: int | None = None) -> int:
+def matrices_together(x: Tensor, dtype: torch.dtype) -> int:
     """Return how many matrices of ``x``, ``[batch, rows, cols]``, Newton-Schulz should process at a time.
 
-    ``dtype``: that of the products. ``small``, ``threads``: see :func:`batch_limit`.
+    ``dtype``: that of the products.
     """
-    return batch_limit(x.size(-2) * x.size(-1), small, dtype.itemsize, is_accelerator(x.device), threads)
+    rows, cols = x.shape[-2:]
+    return batch_limit(rows * cols, min(rows, cols), dtype.itemsize, is_accelerator(x.device))
 
 
-def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool, threads: int | None = None) -> int:
+def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool) -> int:
     """Return how many matrices of ``numel`` elements Newton-Schulz should process at a time, at least one.
 
     If ``accelerator``, :data:`BATCH_BYTES` limits their temporaries. On a CPU :data:`CACHED_BYTES` limits the matrices
-    with their temporaries, but not to fewer than ``threads`` (``None``: the number of torch's threads).
+    with their temporaries, but not to fewer than torch has threads.
 
     ``small``: the number of rows of a Gram matrix. ``itemsize``: bytes of an element in the products.
     """
     nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:
         return max(1, BATCH_BYTES // nbytes)
-    return max(threads or torch.get_num_threads(), CACHED_BYTES // (nbytes + itemsize * numel))
+    return max(torch.get_num_threads(), CACHED_BYTES // (nbytes + itemsize * numel))

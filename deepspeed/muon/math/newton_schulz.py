@@ -11,8 +11,7 @@ operations when cols > rows. All its small matrices are polynomials of R, so the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,62 +49,33 @@ class Products(NamedTuple):
     multiply: int = 0
 
 
-def product_order(schedule: Schedule, method: str, dtype: str) -> Iterator[str]:
-    """Yield the kind of each matrix product in Newton-Schulz, in the order in which they are computed.
+def products(schedule: Schedule, method: str, dtype: str) -> Products:
+    """Return how many matrix products of each kind Newton-Schulz takes.
 
-    A kind is the name of a field of :class:`Products`, such as ``square``. ``method``: ``standard`` or ``gram``.
-    ``dtype``: dtype of the products, a key of :data:`DTYPES`, which decides when ``gram`` restarts.
+    ``method``: ``standard`` or ``gram``. ``dtype``: dtype of the products, a key of :data:`DTYPES`, which decides when
+    ``gram`` restarts.
     """
-    step = 0
-    for length in (1,) * len(schedule) if method == "standard" else segments(schedule, dtype):
-        yield "square"
+    lengths = (1,) * len(schedule) if method == "standard" else segments(schedule, dtype)
+    step = product = 0
+    for length in lengths:
         for i, (_, _, c) in enumerate(schedule[step : step + length]):
             of_factor, of_gram, of_q = int(c != 0), 2 * (i + 1 < length), int(i > 0)
-            yield from ["product"] * (of_factor + of_gram + of_q)
-        yield "multiply"
+            product += of_factor + of_gram + of_q
         step += length
+    return Products(square=len(lengths), product=product, multiply=len(lengths))
 
 
-def products(schedule: Schedule, method: str, dtype: str) -> Products:
-    """Return how many matrix products of each kind Newton-Schulz takes; arguments as for :func:`product_order`."""
-    return Products(**Counter(product_order(schedule, method, dtype)))
+def flops(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0) -> int:
+    """Return the number of floating-point operations that it takes to orthogonalize a matrix once.
 
+    ``symmetric``: the fraction of a symmetric product that kernels compute: 1, or about 0.5 for one triangle.
 
-#: If a matrix has at least this many owners, each owner computes some rows of every product of symmetric matrices, and
-#: an all-gather combines the rows. Of fewer owners each computes the whole product, with kernels that need to compute
-#: only one triangle of it.
-SPLIT_FROM = 4
-
-
-def flops(
-    rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0, owners: int = 1
-) -> int:
-    """Return the number of floating-point operations that each owner of a matrix makes to orthogonalize it once.
-
-    ``owners``: number of ranks that orthogonalize the matrix together, each on a slice along the longer side.
-    ``symmetric``: the fraction of a symmetric product that kernels compute: 1, or about 0.5 for one triangle. It does
-    not apply to products whose rows are divided among the owners (:data:`SPLIT_FROM`).
-
-    Example: with the schedule ``simple`` and one owner, an m x n matrix with m <= n takes 20 m^2 n + 10 m^3 operations
-    by ``standard``, and by ``gram`` 12 m^2 n + 22 m^3 in bf16 or 8 m^2 n + 28 m^3 in fp16 and fp32.
+    Example: with the schedule ``simple``, an m x n matrix with m <= n takes 20 m^2 n + 10 m^3 operations by
+    ``standard``, and by ``gram`` 12 m^2 n + 22 m^3 in bf16 or 8 m^2 n + 28 m^3 in fp16 and fp32.
     """
     m, n = sorted((rows, cols))
     count = products(schedule, method, dtype)
-    is_split = owners >= SPLIT_FROM
-    wide, small = (symmetric * count.square + count.multiply) / owners, count.product * (1 if is_split else symmetric)
-    return int(2 * m * m * (n * wide + m * small / (owners if is_split else 1)))
-
-
-def traffic(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, owners: int) -> tuple[float, int]:
-    """Return (bytes that each owner of a matrix sends during Newton-Schulz, number of collectives that it calls).
-
-    ``owners``: number of ranks that orthogonalize the matrix together. They sum Gram matrices in fp32; from
-    :data:`SPLIT_FROM` owners on they also gather matrix products in ``dtype``.
-    """
-    count, small, others = products(schedule, method, dtype), min(rows, cols), (owners - 1) / owners
-    gathered = count.product if owners >= SPLIT_FROM else 0
-    nbytes = small * small * others * (2 * 4 * count.square + DTYPES[dtype].itemsize * gathered)
-    return nbytes, 1 + count.square + gathered
+    return int(2 * m * m * (n * (symmetric * count.square + count.multiply) + m * symmetric * count.product))
 
 
 def orthogonalize(
@@ -116,7 +86,6 @@ def orthogonalize(
     work: Workspace | None = None,
     kernels: Operations = reference.OPERATIONS,
     normalization: str = "frobenius",
-    gram_axis: int | None = None,
 ) -> Tensor:
     """Orthogonalize each matrix of a batch in place: replace every singular value by a value near one.
 
@@ -130,8 +99,6 @@ def orthogonalize(
         normalization: how singular values are first brought to at most one. ``frobenius`` divides each matrix by its
             norm; ``aol`` scales its rows, see :func:`_precondition`. In fp16, ``aol`` is less exact for rows far
             smaller than others.
-        gram_axis: 0 if the Gram matrix is X X^T, 1 if it is X^T X; ``None``: the smaller of the two. If ``x`` contains
-            slices of matrices, pass the axis that gives the smaller one for whole matrices.
 
     Returns:
         ``x``. A zero matrix stays zero. A matrix with a non-finite entry gets non-finite values.
@@ -140,16 +107,13 @@ def orthogonalize(
     work = Workspace() if work is None else work
     dtype = x.dtype if dtype is None else dtype
     scaled, lengths = for_larger_norm(schedule, NORM), segments(schedule, name_of(dtype))
-    if gram_axis is None:
-        gram_axis = int(x.size(-2) > x.size(-1))
-    # The owners of one matrix must split a batch in the same way, whatever the number of threads on their machines.
-    threads = 1 if kernels.is_slice else None
-    for part in x.split(matrices_together(x, dtype, x.size(gram_axis - 2), threads)):
+    is_tall = x.size(-2) > x.size(-1)  # the Gram matrix is X^T X then, otherwise X X^T
+    for part in x.split(matrices_together(x, dtype)):
         spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
         if part.dtype != dtype:
             start = work.get("iterate", tuple(part.shape), dtype, x.device)
         start = kernels.normalize(part, start, NORM)
-        if gram_axis == 1:
+        if is_tall:
             start, spare = start.mT, spare.mT
         if normalization == "aol":
             _precondition(start, work, kernels)
@@ -158,7 +122,7 @@ def orthogonalize(
         else:
             found = _standard(start, spare, scaled, work, kernels)
         if found.data_ptr() != part.data_ptr():
-            part.copy_(found.mT if gram_axis == 1 else found)
+            part.copy_(found.mT if is_tall else found)
     return x
 
 
@@ -174,8 +138,7 @@ def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, ker
 def _gram(
     x: Tensor, spare: Tensor, schedule: Schedule, lengths: Sequence[int], work: Workspace, kernels: Operations
 ) -> Tensor:
-    names = ("gram", "factor", "q") if kernels.in_place else ("gram", "factor", "q", "t")
-    r, factor, q, *spares = (symmetric_of(name, x, work) for name in names)
+    r, factor, q, spare_small = (symmetric_of(name, x, work) for name in ("gram", "factor", "q", "t"))
     step = 0
     # The steps of a segment multiply small matrices only, and X is multiplied once at its end, which saves products of
     # wide matrices. Each segment computes R from X again, because rounding lets the small matrices drift away from X.
@@ -184,22 +147,16 @@ def _gram(
         for i, triple in enumerate(schedule[step : step + length]):
             _polynomial(r, triple, factor, work, kernels)
             for _ in range(2 if i + 1 < length else 0):
-                r = _product(factor, r, spares, work, kernels)
+                kernels.product(factor, r, spare_small, work)
+                r, spare_small = spare_small, r
             if i == 0:
                 q, factor = factor, q
             else:
-                q = _product(factor, q, spares, work, kernels)
+                kernels.product(factor, q, spare_small, work)
+                q, spare_small = spare_small, q
         x, spare = kernels.multiply(q, x, spare, work), x
         step += length
     return x
-
-
-def _product(a: Symmetric, b: Symmetric, spares: list[Symmetric], work: Workspace, kernels: Operations) -> Symmetric:
-    """Return A B in one of ``spares``, the unused matrices, and append B to them. Overwrite B if there are none."""
-    out = spares.pop() if spares else b
-    kernels.product(a, b, out, work)
-    spares += [] if out is b else [b]
-    return out
 
 
 def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.muon.exchange.exchange import Phase
 from deepspeed.muon.exchange.groups import summed, union
 from deepspeed.muon.monitor.step_stats import (
     ABSENT,
@@ -24,6 +23,7 @@ from deepspeed.muon.monitor.step_stats import (
     label,
     values_of,
 )
+from deepspeed.muon.step.partition_step import Phase
 
 
 class Recorder:

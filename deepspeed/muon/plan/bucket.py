@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from deepspeed.muon.matrices.block import Piece
 from deepspeed.muon.plan.placement import PlacedBlock
 
-#: (owner, matrix or slice) pairs.
+#: (owner, matrix) pairs.
 OwnedBlocks = list[tuple[int, PlacedBlock]]
 #: (rows, columns) of a matrix -> the factor that multiplies its update.
 Scale = Callable[[int, int], float]
@@ -79,17 +79,16 @@ class GridCopy(NamedTuple):
 class ShardRun(NamedTuple):
     """A part of one matrix that this rank's shard holds: consecutive elements, or equally spaced rows.
 
-    If several ranks own the matrix, the run is a part of one owner's slice. "Buffer" is the send buffer of a
-    :class:`Bucket` or, if ``in_place``, the flat tensor of the matrices that this rank owns in the bucket.
+    "Buffer" is the send buffer of a :class:`Bucket` or, if ``in_place``, the bucket's matrices.
 
     Args:
         parameter: name of the parameter that contains the matrix.
-        matrix: name of the whole matrix.
+        matrix: name of the matrix.
         tensor: index of the tensor that contains the elements, among those that one call of ``step`` updates.
         copy: the copy from that tensor to the buffer.
-        in_place: whether the elements skip the send buffer. Only elements of a matrix that this rank owns can, if they
-            are contiguous in it.
-        shape: (rows, columns) of the whole matrix.
+        in_place: whether the elements skip the send buffer. At ZeRO stage 0 all do. At other stages only elements of a
+            matrix that this rank owns can, if they are contiguous in it.
+        shape: (rows, columns) of the matrix.
         draws: (name of a sequence of random numbers for stochastic rounding, index of the run's first number in it).
     """
 
@@ -104,16 +103,14 @@ class ShardRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape that this rank orthogonalizes together, or its slices of matrices with several owners.
+    """Matrices of one shape that this rank orthogonalizes together.
 
     Args:
-        start: index of the batch's first element in the flat tensor of all matrices that this rank owns in the
-            :class:`Bucket`. The batch's matrices follow each other.
-        rows, cols: shape of each matrix or slice.
+        start: index of the batch's first element in the bucket's matrices (:class:`Bucket`). The batch's matrices
+            follow each other.
+        rows, cols: shape of each matrix.
         axis: axis of a matrix that indexes its outputs (output features): 0 rows, 1 columns.
-        names: name of each matrix or slice.
-        shape: (rows, columns) of each whole matrix.
-        owners: number of ranks that own each matrix, with one slice each.
+        names: name of each matrix.
     """
 
     start: int
@@ -121,30 +118,22 @@ class Batch:
     cols: int
     axis: int
     names: tuple[str, ...]
-    shape: tuple[int, int]
-    owners: int = 1
 
     @property
     def count(self) -> int:
-        """Return the number of matrices or slices in the batch."""
+        """Return the number of matrices in the batch."""
         return len(self.names)
-
-    @property
-    def gram_axis(self) -> int:
-        """Return the shorter axis of a whole matrix, whose length is that of the Gram matrix: 0 rows, 1 columns."""
-        return int(self.shape[0] > self.shape[1])
 
 
 @dataclass(frozen=True)
 class Bucket:
     """The matrices that all ranks exchange at the same time, as one rank sees them. All counts are in elements.
 
-    ``runs``: the parts of these matrices in this rank's shard. ``batches``: the matrices, or slices of matrices, that
-    this rank owns. "The bucket's matrices" are one flat tensor that contains the ``batches``.
+    ``runs``: the parts of these matrices in this rank's shard. ``batches``: the matrices that this rank owns. "The
+    bucket's matrices" are one flat tensor that contains the ``batches``.
 
-    At ZeRO stage 0, where every rank holds all matrices whole, there are two kinds of buckets. In the first kind, each
-    rank orthogonalizes the matrices that it owns, and nothing is sent. In the second kind (``only_results``), which
-    follows, the owners send the results to all ranks.
+    At ZeRO stage 0 every rank holds all matrices whole, so nothing is sent to the owners. The bucket's matrices are
+    then those of all owners, in equal parts that may end in padding, and the results are gathered part by part.
     """
 
     runs: tuple[ShardRun, ...]
@@ -155,17 +144,14 @@ class Bucket:
     #: For each rank, elements sent to it and received from it on the way to the owners.
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
-    #: Elements of the matrices that this rank owns.
+    #: Elements of the bucket's matrices.
     matrix_elements: int
     #: Whether any rank sends anything; equal on all ranks.
     travels: bool
     #: Names of all matrices in the bucket, whoever owns them.
     names: tuple[str, ...]
-    #: Whether the owners only send results to all ranks. ``send_counts`` then has, for each other owner, the elements
-    #: that it sends.
-    only_results: bool = False
-    #: With ``only_results``: elements that this rank sends to all others, from the matrices of an earlier bucket.
-    own_results: int = 0
+    #: At ZeRO stage 0: elements of each owner's part of the bucket's matrices. At other stages 0.
+    gathered_part: int = 0
 
     @cached_property
     def direct_receive_start(self) -> int | None:
@@ -249,7 +235,7 @@ class Bucket:
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     """Return one bucket as ``rank`` sees it, if each rank holds a shard of the matrices, or a single rank all of them.
 
-    ``items``: all (owner, matrix or slice) pairs of the bucket, whoever the owner is.
+    ``items``: all (owner, matrix) pairs of the bucket, whoever the owner is.
     """
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
@@ -288,30 +274,30 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     )
 
 
-def shared_bucket(items: OwnedBlocks, rank: int, world_size: int, only_results: bool) -> Bucket:
+def replicated_bucket(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     """Return one bucket as ``rank`` sees it, if every rank holds every matrix whole (ZeRO stage 0).
 
-    ``items``: all (owner, matrix or slice) pairs of the bucket, whoever the owner is. ``only_results``: which of the
-    two kinds of buckets (see :class:`Bucket`) to return.
+    ``items``: all (owner, matrix) pairs of the bucket, sorted by owner.
     """
-    taken = [(owner, item) for owner, item in items if (owner == rank) is not only_results]
-    numel, sent, runs = 0, [0] * world_size, []
-    for owner, item in taken:
-        runs += [_run(item, piece, numel + piece.at, not only_results) for piece in item.spread.pieces(rank)]
-        numel += item.block.numel
-        sent[owner] += item.block.numel * only_results
-    own = [item for owner, item in items if owner == rank]
+    owned: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
+    for owner, item in items:
+        owned[owner].append(item)
+    part, runs = max(sum(item.block.numel for item in own) for own in owned), []
+    for owner, own in enumerate(owned):
+        at = owner * part
+        for item in own:
+            runs += [_run(item, piece, at + piece.at, in_place=True) for piece in item.spread.pieces(rank)]
+            at += item.block.numel
     return Bucket(
         runs=tuple(runs),
-        batches=() if only_results else tuple(batches_of(own)),
+        batches=tuple(batches_of(owned[rank], start=rank * part)),
         received=(),
-        send_counts=tuple(sent),
+        send_counts=(0,) * world_size,
         receive_counts=(0,) * world_size,
-        matrix_elements=0 if only_results else numel,
-        travels=only_results,
+        matrix_elements=world_size * part,
+        travels=world_size > 1,
         names=tuple(item.name for _, item in items),
-        only_results=only_results,
-        own_results=sum(item.block.numel for item in own) * only_results,
+        gathered_part=part,
     )
 
 
@@ -323,7 +309,7 @@ def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
     shard, name = item.shard, item.name
     return ShardRun(
         parameter=shard.spec.name,
-        matrix=item.matrix if item.whole else name,
+        matrix=name,
         tensor=shard.tensor,
         copy=GridCopy(at, shard.placement.position(piece.element), piece.rows, piece.cols, piece.stride),
         in_place=in_place,
@@ -426,17 +412,19 @@ def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
     return both
 
 
-def batches_of(items: Iterable[PlacedBlock]) -> Iterator[Batch]:
-    """Yield the batches of one owner in a bucket. ``items``: its matrices or slices, sorted by :func:`batch_key`."""
-    start = 0
+def batches_of(items: Iterable[PlacedBlock], start: int = 0) -> Iterator[Batch]:
+    """Yield the batches of one owner in a bucket.
+
+    ``items``: its matrices, sorted by :func:`batch_key`. ``start``: index of the first one in the bucket's matrices.
+    """
     for _, group in groupby(items, key=batch_key):
         alike = list(group)
         first, block = alike[0], alike[0].block
         names = tuple(item.name for item in alike)
-        yield Batch(start, block.rows, block.cols, first.axis, names, first.shape, first.owners)
+        yield Batch(start, block.rows, block.cols, first.axis, names)
         start += len(alike) * block.numel
 
 
 def batch_key(item: PlacedBlock) -> tuple[int, ...]:
-    """Return the key that sorts matrices: most owners first, then largest. Matrices with equal keys form a batch."""
-    return -item.owners, -item.block.numel, item.block.rows, *item.shape, item.axis
+    """Return the key that sorts matrices, the largest first. Matrices with equal keys form a batch."""
+    return -item.block.numel, item.block.rows, item.axis

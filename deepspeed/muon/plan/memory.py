@@ -14,27 +14,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
-from deepspeed.muon.math.newton_schulz import DTYPES, SPLIT_FROM
+from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.bucket import OwnedBlocks, batches_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
 from deepspeed.muon.plan.plan import GlobalPlan
 
 #: Method of Newton-Schulz -> names of its small symmetric matrices; in 16 bits each also has a diagonal in fp32.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
-#: Elements of a Gram matrix, or of some of its rows, that its owners convert to fp32 at a time.
-SUM_ELEMENTS = 2**22
 
 
 class BatchSize(NamedTuple):
     """The shapes and counts of a :class:`deepspeed.muon.plan.bucket.Batch`; many ranks can share one object.
 
-    ``number``: number of matrices or slices. The other fields are those of the batch.
+    ``number``: how many matrices of (``rows``, ``cols``).
     """
 
     rows: int
     cols: int
-    shape: tuple[int, int]
-    owners: int
     number: int
 
 
@@ -97,12 +93,12 @@ class Peak(NamedTuple):
 class PartitionDemand:
     """What decides one rank's scratch memory for one parameter group (or sub-group of ZeRO stage 3).
 
-    ``buckets``: the :class:`Demand` of each bucket. ``storages``: for each bucket, the index of its memory; buckets
-    with the same index share it. ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
+    ``buckets``: the :class:`Demand` of each bucket. ``slots``: how many of them are in memory at a time. ``method``:
+    (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
     """
 
     buckets: Sequence[Demand]
-    storages: Sequence[int]
+    slots: int
     method: Callable[[int, int], str]
 
 
@@ -114,49 +110,31 @@ def peak(parts: Iterable[PartitionDemand], memory: Memory) -> Peak:
     """
     exchange, newton_schulz = Counter[str](), Counter[str]()
     for part in parts:
-        for storage, demand in zip(part.storages, part.buckets, strict=True):
-            exchange |= Counter({f"bucket{storage}": demand.buffers * memory.wire_bytes})
+        for index, demand in enumerate(part.buckets):
+            exchange |= Counter({f"bucket{index % part.slots}": demand.buffers * memory.wire_bytes})
             if memory.plain and not memory.staged:
                 exchange |= Counter(shard=4 * demand.longest_run)
             if not memory.staged:
                 exchange |= Counter(dict.fromkeys(("gradient", "momentum", "parameter"), 4 * demand.longest_grid))
             for batch in demand.batches:
-                rows, cols = batch.shape
-                newton_schulz |= _temporaries(batch, part.method(rows, cols), memory)
+                newton_schulz |= _temporaries(batch, part.method(batch.rows, batch.cols), memory)
     return Peak(exchange.total(), newton_schulz.total())
 
 
 def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
     """Return {name: bytes} for the temporaries of Newton-Schulz on one batch."""
-    numel, small, itemsize = batch.rows * batch.cols, min(batch.shape), DTYPES[memory.dtype].itemsize
-    on_cpu = memory.device_type == "cpu"
+    numel, small, itemsize = batch.rows * batch.cols, min(batch.rows, batch.cols), DTYPES[memory.dtype].itemsize
     sizes = {"spare": numel * itemsize}
     if memory.wire != memory.dtype:
         sizes["iterate"] = numel * itemsize
-    writes_in_place = batch.owners >= SPLIT_FROM
-    for name in (name for name in SYMMETRIC[method] if not (writes_in_place and name == "t")):
+    for name in SYMMETRIC[method]:
         sizes[name] = small * small * itemsize
         if memory.dtype != "fp32":
             sizes[f"{name} diagonal"] = 4 * small
     if memory.plain and memory.dtype != "fp32":
-        sizes |= {"cross0": 4 * numel} | ({} if writes_in_place else {"cross1": 4 * small * small})
-    # All owners of a matrix must split a batch alike, whatever their numbers of threads.
-    threads = {"threads": 1} if batch.owners > 1 else {}
-    together = min(batch.number, batch_limit(numel, small, itemsize, not on_cpu, **threads))
-    of_owners = _owner_scratch(small, batch.owners, together, memory.dtype) if batch.owners > 1 else {}
-    return Counter({name: together * size for name, size in sizes.items()} | of_owners)
-
-
-def _owner_scratch(small: int, owners: int, together: int, dtype: str) -> dict[str, int]:
-    """Return {name: bytes} for the scratch memory that Newton-Schulz needs only if a matrix has several owners.
-
-    ``small``: rows of the Gram matrix. ``together``: number of matrices that are orthogonalized at once.
-    """
-    sizes = {} if dtype == "fp32" else {"sum": 4 * min(together * small * small, SUM_ELEMENTS)}
-    if owners >= SPLIT_FROM:
-        sizes["rows"] = small * small // owners * DTYPES[dtype].itemsize
-        sizes |= {} if dtype == "fp32" else {"cross": 4 * min(small * small // owners, SUM_ELEMENTS)}
-    return sizes
+        sizes |= {"cross0": 4 * numel, "cross1": 4 * small * small}
+    together = min(batch.number, batch_limit(numel, small, itemsize, memory.device_type != "cpu"))
+    return Counter({name: together * size for name, size in sizes.items()})
 
 
 # ---- demands of all ranks -----------------------------------------------------------------------------------------
@@ -169,14 +147,12 @@ def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
     bucket needs none.
     """
     # Time for each bucket: O(matrices + ranks x distinct layouts of matrices).
-    by_bucket = []
-    for matrices, only_results in plan.buckets:
-        demands = _gathered if plan.copies == 1 else _results if only_results else _local
-        by_bucket.append(demands(matrices, plan.world_size))
+    demands = _sent if plan.copies == 1 else _replicated
+    by_bucket = [demands(owned, plan.world_size) for owned in plan.buckets]
     return [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
 
 
-def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
+def _sent(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
     owned = _by_owner(matrices, world_size)
     sizes = [sum(item.block.numel for item in own) for own in owned]
     others, runs, grids = _exchange_sizes(owned, matrices)
@@ -184,22 +160,17 @@ def _gathered(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
     return [*map(Demand, buffers, runs, grids, map(_sizes, owned))]
 
 
-def _local(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return each rank's :class:`Demand` for a stage-0 bucket in which each owner orthogonalizes its matrices."""
-    return [_whole(own, _sizes(own)) for own in _by_owner(matrices, world_size)]
-
-
-def _results(part: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return each rank's :class:`Demand` for ``part``, a stage-0 bucket that sends owners' results to all ranks."""
-    of_all, numels = _whole([item for _, item in part]), [0] * world_size
-    for owner, item in part:
-        numels[owner] += item.block.numel
-    return [of_all._replace(buffers=of_all.buffers - own) for own in numels]
+def _replicated(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
+    """Return each rank's :class:`Demand` for a bucket at stage 0, where every rank has the results of all owners."""
+    owned = _by_owner(matrices, world_size)
+    part = max(sum(item.block.numel for item in own) for own in owned)
+    longest = max(item.block.numel for _, item in matrices)
+    grid = max(_longest_grid(item, 0) for _, item in matrices)
+    return [Demand(world_size * part, longest, grid, _sizes(own)) for own in owned]
 
 
 def _sizes(items: Iterable[PlacedBlock]) -> tuple[BatchSize, ...]:
-    batches = batches_of(items)
-    return tuple(BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count) for batch in batches)
+    return tuple(BatchSize(batch.rows, batch.cols, batch.count) for batch in batches_of(items))
 
 
 def _by_owner(matrices: OwnedBlocks, world_size: int) -> list[list[PlacedBlock]]:
@@ -207,12 +178,6 @@ def _by_owner(matrices: OwnedBlocks, world_size: int) -> list[list[PlacedBlock]]
     for owner, item in matrices:
         owned[owner].append(item)
     return owned
-
-
-def _whole(items: Sequence[PlacedBlock], batches: tuple[BatchSize, ...] = ()) -> Demand:
-    numels = [item.block.numel for item in items]
-    longest_grid = max((_longest_grid(item, 0) for item in items), default=0)
-    return Demand(sum(numels), max(numels, default=0), longest_grid, batches)
 
 
 def _longest_grid(item: PlacedBlock, rank: int) -> int:

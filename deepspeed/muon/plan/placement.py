@@ -151,7 +151,7 @@ class Spread:
 
 @lru_cache(maxsize=1024)
 def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
-    """Return which ranks hold which elements of ``block``, a matrix or a slice of one.
+    """Return which ranks hold which elements of ``block``, a matrix.
 
     ``sharding``: how tensor parallelism splits the parameter; ``None`` if it does not. ``rules``: the
     :attr:`Placement.rule` of each tensor-parallel rank's parameter.
@@ -166,42 +166,26 @@ def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """One matrix to orthogonalize, or one owner's slice of it, and where its elements are.
+    """One matrix to orthogonalize, and where its elements are.
 
-    ``shard``: the parameter that contains it. ``block``: its indices in that parameter. ``whole``: the whole matrix, if
-    ``block`` is a slice; otherwise ``None``.
+    ``shard``: the parameter that contains it. ``block``: its indices in that parameter.
     """
 
     shard: Shard
     block: Block
-    whole: Block | None = None
 
     @property
     def name(self) -> str:
-        """Return the name of the matrix or slice, such as ``qkv.weight[4096]``.
+        """Return the name of the matrix, such as ``qkv.weight[4096]``.
 
         The number is the index of its first element in the parameter; it is left out if it is 0.
         """
-        return self._named(self.block)
-
-    @property
-    def matrix(self) -> str:
-        """Return the name of the whole matrix, which is the same for all of its slices."""
-        return self._named(self.whole or self.block)
-
-    def _named(self, block: Block) -> str:
-        return f"{self.shard.spec.name}[{block.offset}]" if block.offset else self.shard.spec.name
+        return f"{self.shard.spec.name}[{self.block.offset}]" if self.block.offset else self.shard.spec.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return (rows, columns) of the whole matrix."""
-        block = self.whole or self.block
-        return block.rows, block.cols
-
-    @property
-    def owners(self) -> int:
-        """Return how many ranks own the matrix, with one slice each."""
-        return self.whole.numel // self.block.numel if self.whole else 1
+        """Return (rows, columns) of the matrix."""
+        return self.block.rows, self.block.cols
 
     @property
     def axis(self) -> int:
@@ -210,11 +194,11 @@ class PlacedBlock:
 
     @property
     def outputs(self) -> int:
-        """Return the number of outputs (output features) of the whole matrix."""
+        """Return the number of outputs (output features) of the matrix."""
         return self.shape[self.axis]
 
     @cached_property
     def spread(self) -> Spread:
-        """Return which ranks hold which elements of the matrix or slice."""
+        """Return which ranks hold which elements of the matrix."""
         rules = tuple(placement.rule for placement in self.shard.placements)
         return _spread(self.block, self.shard.spec.sharding, rules)

@@ -12,20 +12,18 @@ from torch import Tensor
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.exchange import Exchange
-from deepspeed.muon.exchange.groups import Agreed, processes
-from deepspeed.muon.exchange.owner_set import aligned_ranks_per_node
+from deepspeed.muon.exchange.groups import Agreed
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math.choice import Choice, shape_key
+from deepspeed.muon.math.choice import Choice
 from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.plan import plan_partition, without_collector
-from deepspeed.muon.plan.program import NewtonSchulz
 from deepspeed.muon.step.normuon_moments import SecondMoments
-from deepspeed.muon.step.partition_step import PartitionStep
+from deepspeed.muon.step.partition_step import NewtonSchulz, PartitionStep
 from deepspeed.muon.tuning import method_of, with_products
 
 
@@ -37,8 +35,6 @@ class StepContext:
         is_logging: whether this rank writes the log lines that would be equal on all ranks; true on one rank.
         kernels: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
         unavailable: device type -> reason why the package's fast kernels cannot be used on it.
-        ranks_per_node: number of consecutive ranks on one node; 1 if unknown. Ranks of different nodes do not own a
-            matrix together, unless the config sets the number of owners.
         threads: the most threads that a step uses on the CPU; ``None``: as many as torch does.
         peers: process group of the ranks that train the same layers; ``None``: all ranks.
         muon_of_all_stages: with a pipeline, {Muon parameter of any stage: hash of how it is split into matrices}. The
@@ -52,7 +48,6 @@ class StepContext:
     is_logging: bool = True
     kernels: Operations = reference.OPERATIONS
     unavailable: Unavailable = field(default_factory=dict)
-    ranks_per_node: int = 1
     threads: int | None = None
     peers: Any = None
     muon_of_all_stages: dict[str, str] | None = None
@@ -77,8 +72,7 @@ def bind_partition(
 
     Args:
         partition: Muon parameters of one parameter group, and how ranks share them.
-        group: the partition's parameter group. Its entry ``owner_counts``, if a loaded checkpoint or an earlier call
-            has set it, fixes how many ranks own a matrix together: {matrix shape, such as ``16x64``: number of ranks}.
+        group: the partition's parameter group.
         choice: dtype and methods of Newton-Schulz, and the names of its kernels.
         tables: {name: kernels that are available}. Plain PyTorch replaces kernels of ``choice`` that are missing here.
         exchange: communication among the ranks of the partition.
@@ -86,20 +80,15 @@ def bind_partition(
         second_moments: NorMuon's second moments of all partitions.
     """
     method = partial(method_of, choice, group["ns_method"])
-    near = aligned_ranks_per_node(partition.group, context.ranks_per_node) if processes() > 1 else 1
-    cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type, near)
-    saved_counts = group.get("owner_counts", {})
+    cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type)
     # The number of ranks before the partition may shrink to one below: statistics are divided by it.
     sharers = partition.world_size
-    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, saved_counts, config.most_owners)
+    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes)
     if planned.world_size < sharers:  # each rank does all the work
         partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
         exchange = replace(exchange, group=None)
-    counts = zip(planned.items, planned.counts, strict=True)
-    # Several owners sum rounded parts of a Gram matrix, so a resumed run needs as many owners to get the same bits.
-    owner_counts = saved_counts | {shape_key(*item.shape): count for item, count in counts if count > 1}
-    # Everything that decides the bits of a group's update; equal before and after the group gets its owner counts.
-    settings = sorted((key, value) for key, value in {**group, "owner_counts": owner_counts}.items() if key != "params")
+    # Everything that decides the bits of a group's update.
+    settings = sorted((key, value) for key, value in group.items() if key != "params")
     # Kernels for many runs read the shards directly, so they cannot be used if the shards are staged in other buffers.
     runs = context.kernels.runs if exchange.staging is None else None
     return PartitionStep(
@@ -109,17 +98,15 @@ def bind_partition(
         exchange=exchange,
         newton_schulz=NewtonSchulz(
             schedule=config.schedule,
-            method=cache(method),
             dtype=choice.dtype,
-            device_type=exchange.device.type,
+            method=cache(method),
+            kernels=cache(partial(with_products, context.kernels, tables, choice)),
         ),
-        kernels=cache(partial(with_products, context.kernels, tables, choice)),
         elementwise=context.kernels,
         multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
         settings=repr((choice.as_json(), settings)),
         sharers=sharers,
-        owner_counts=owner_counts,
         blocks=blocks,
         second_moments=second_moments,
     )

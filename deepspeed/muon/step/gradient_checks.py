@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,7 +23,6 @@ from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.plan.bucket import ShardRun
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.plan.program import Look
 
 #: How many elements of each matrix's gradient to test first. A matrix is read as a whole only if all of them are zero.
 PROBES = 16
@@ -51,10 +50,10 @@ class GradientProbe:
     """
 
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
-        self._exchange = exchange
+        self._exchange, self._is_shared = exchange, plan.of_all.gradient_flag_count > 0
         #: Names of all matrices; the same order on all ranks.
-        self._names = list(dict.fromkeys(item.matrix for item in partition.blocks))
-        index = {name: number for number, name in enumerate(self._names)}
+        self.names = [item.name for item in partition.blocks]
+        index = {name: number for number, name in enumerate(self.names)}
         runs: dict[int, dict[int, list[ShardRun]]] = defaultdict(lambda: defaultdict(list))
         for bucket in plan.buckets:
             for run in bucket.runs:
@@ -66,41 +65,59 @@ class GradientProbe:
             positions = integers([_spread(of_matrix) for of_matrix in of_tensor.values()])
             self._probes.append(_Probes(tensor, [*of_tensor.values()], integers([*of_tensor]), positions))
 
-    def without_gradient(self, tensors: Sequence[Tensor], look: Look) -> frozenset[str]:
-        """Return the names of the partition's matrices whose gradient is zero on all ranks.
+    def sampled(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return int32 ``[matrices]``: 1 where a sample of the matrix's gradient is not zero on some rank, otherwise 0.
 
-        ``tensors``: the tensors of the partition; a ``grad`` of ``None`` counts as zero. ``look``: this check's
-        operation in the plan of the step. A collective, unless ``look.collectives`` is empty: then this rank's
-        gradients are enough to tell.
+        ``tensors``: the tensors of the partition; a ``grad`` of ``None`` counts as zero. A collective, unless this
+        rank's gradients are enough to tell.
         """
-        present = self._local(tensors).to(self._exchange.device)
-        if look.collectives:
-            self._exchange.largest(present, self._names)
-        if present.all():
-            return frozenset()
-        return frozenset(name for name, is_present in zip(self._names, present.tolist(), strict=True) if not is_present)
+        present = torch.zeros(len(self.names), dtype=torch.int32, device=tensors[0].device)
+        for probes, grad in self._with_gradient(tensors):
+            present[probes.matrices] = grad[probes.positions].ne(0).any(dim=1).to(torch.int32)
+        return self._of_all_ranks(present)
 
-    def _local(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return int32 ``[matrices]``: 1 for each matrix with a nonzero gradient element on this rank, otherwise 0."""
-        present = torch.zeros(len(self._names), dtype=torch.int32, device=tensors[0].device)
-        grads = {
-            p.tensor: grad.contiguous().view(-1) for p in self._probes if (grad := tensors[p.tensor].grad) is not None
-        }
-        probed = [probes for probes in self._probes if probes.tensor in grads]
-        if not probed:
-            return present
-        # A gradient that is not zero is hardly ever zero at all of these positions, so most steps read no more of it.
-        values = torch.cat([grads[probes.tensor][probes.positions] for probes in probed])
-        matrices = torch.cat([probes.matrices for probes in probed])
-        present[matrices] = found = values.ne(0).any(dim=1).to(torch.int32)
-        if not found.all():
-            runs = [(of_matrix, grads[probes.tensor]) for probes in probed for of_matrix in probes.runs]
-            unsure, are_present = [index for index, is_present in enumerate(found.tolist()) if not is_present], []
-            for index in unsure:
-                of_matrix, grad = runs[index]
-                are_present.append(torch.stack([grid_view(grad, run.copy).any() for run in of_matrix]).any())
-            present[matrices[unsure]] = torch.stack(are_present).to(torch.int32)
+    def read(self, tensors: Sequence[Tensor], matrices: Collection[int]) -> Tensor:
+        """Return int32 ``[matrices]`` as :meth:`sampled` does, but read the whole gradient of the given matrices.
+
+        ``matrices``: their indices, equal on all ranks; the result is 1 for all others.
+        """
+        present = torch.ones(len(self.names), dtype=torch.int32, device=tensors[0].device)
+        present[list(matrices)] = 0
+        for probes, grad in self._with_gradient(tensors):
+            for number, runs in zip(probes.matrices.tolist(), probes.runs, strict=True):
+                if number in matrices:
+                    present[number] = torch.stack([grid_view(grad, run.copy).any() for run in runs]).any()
+        return self._of_all_ranks(present)
+
+    def _with_gradient(self, tensors: Sequence[Tensor]) -> Iterator[tuple[_Probes, Tensor]]:
+        for probes in self._probes:
+            if (grad := tensors[probes.tensor].grad) is not None:
+                yield probes, grad.contiguous().view(-1)
+
+    def _of_all_ranks(self, present: Tensor) -> Tensor:
+        present = present.to(self._exchange.device)
+        if self._is_shared:
+            self._exchange.largest(present)
         return present
+
+
+def without_gradient(probes: Sequence[GradientProbe], tensors: Sequence[Sequence[Tensor]]) -> list[frozenset[str]]:
+    """Return for each partition the names of its matrices whose gradient is zero on all ranks; a collective.
+
+    ``probes``: those of the partitions. ``tensors``: for each partition, its tensors. The host waits for the device
+    once, or twice if a sample of some gradient is zero on all ranks.
+    """
+    # A gradient that is not zero is hardly ever zero at all sampled positions, so most steps read no more of it.
+    found = torch.cat([probe.sampled(of_part) for probe, of_part in zip(probes, tensors, strict=True)]).tolist()
+    result = []
+    for probe, of_part in zip(probes, tensors, strict=True):
+        present, found = found[: len(probe.names)], found[len(probe.names) :]
+        # Equal on all ranks, so all of them read on, or none.
+        unsure = {number for number, is_present in enumerate(present) if not is_present}
+        if unsure:
+            present = probe.read(of_part, unsure).tolist()
+        result.append(frozenset(name for name, one in zip(probe.names, present, strict=True) if not one))
+    return result
 
 
 def _spread(runs: Sequence[ShardRun]) -> list[int]:

@@ -15,14 +15,11 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.exchange.groups import is_made, make_groups
-from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.math.choice import Rates, lowest_rates
 from deepspeed.muon.monitor.write_records import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.owners import count_ranks_per_node
 from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.step.partition_step import short_hash
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_time
@@ -56,7 +53,6 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         - ``groups``: the largest number of parameter groups in a stage.
         - ``matrices``: the number of Muon's matrices in the whole model.
         - ``first_ranks``: the lowest rank of each stage.
-        - ``ranks_per_node``: how many consecutive ranks share a host.
         - ``threads``: how many threads a rank may use on the CPU.
         - ``monitor``: whether DeepSpeed's monitor is enabled on rank 0.
 
@@ -104,7 +100,6 @@ def bind_engine(engine: Any) -> None:
         is_logging=engine.global_rank == 0,
         kernels=selection.choose(unavailable),
         unavailable=unavailable,
-        ranks_per_node=agreed["ranks_per_node"],
         threads=agreed["threads"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
@@ -123,7 +118,6 @@ def bind_engine(engine: Any) -> None:
     optimizer.saved_form.is_convertible = True  # for DeepSpeed's converter, which reads AdamW's names only
     adapter.patch_state_access()
     support_universal_checkpoints(adapter)
-    start_watchdog()
     if engine.global_rank in agreed["first_ranks"]:
         log_startup(adapter, tuning, agreed["matrices"])
 
@@ -151,7 +145,7 @@ def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torc
 def prepare_plans(engine: Any) -> None:
     """Check that the ranks have the same plan, which says which ranks orthogonalize which matrix; a collective.
 
-    Also compile the kernels and make the plan's process groups. Call it after each call of ``MuonWithAuxAdam.bind``.
+    Also compile the kernels. Call it after each call of ``MuonWithAuxAdam.bind``.
 
     Raises:
         DisagreementError: ranks that hold the same parameters have different plans or choices for Newton-Schulz.
@@ -159,7 +153,6 @@ def prepare_plans(engine: Any) -> None:
     optimizer = engine.basic_optimizer
     pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
     stated = {"stage": stage_number(engine, optimizer), "choice": pinned, "plan": optimizer.digest()}
-    stated["sets"] = sorted(ranks for ranks in optimizer.owner_sets if not is_made(ranks))
     texts = {
         "choice": "the choice of dtype, methods and kernels of Newton-Schulz",
         "plan": "ranks {ranks} have planned another exchange than rank {first}; call load_checkpoint, and whatever "
@@ -170,11 +163,7 @@ def prepare_plans(engine: Any) -> None:
         optimizer.warm_up()  # here, because a rank may take minutes until it sends its facts
         return stated
 
-    def judge(facts: list[Facts]) -> Facts:
-        sets = sorted({tuple(ranks) for one in facts for ranks in one["sets"]})
-        return differences(facts, texts, within="stage") or {"sets": sets}
-
-    make_groups(agree(state, judge)["sets"], optimizer.compute_device)
+    agree(state, lambda facts: differences(facts, texts, within="stage"))
 
 
 def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
@@ -191,7 +180,6 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
         "ns_methods": sorted(optimizer.ns_methods),
         "may_time": may_time(),
-        # Ranks with the same host name share a node, and only they may own a matrix together.
         "host": socket.gethostname(),
         "cpus": usable_cpus(),
         "group_count": len(groups),
@@ -225,7 +213,6 @@ def _judge_settings(facts: list[Facts]) -> Facts:
     return {
         "bf16": all(stated["bf16"] for stated in facts),
         "may_time": all(stated["may_time"] for stated in facts),
-        "ranks_per_node": count_ranks_per_node([stated["host"] for stated in facts]),
         "threads": threads_per_rank([stated["host"] for stated in facts], [stated["cpus"] for stated in facts]),
         "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
         "shapes": [[*shape, count] for shape, count in counted.items()],

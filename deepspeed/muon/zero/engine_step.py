@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from deepspeed.muon.exchange.exchange import Phase
-from deepspeed.muon.exchange.failures import failures_reported
+from deepspeed.muon.step.partition_step import Phase
 from deepspeed.muon.zero.threads import limited_threads
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
@@ -24,7 +23,7 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     optimizer = engine.basic_optimizer
 
     def step() -> None:
-        with failures_reported(), limited_threads(optimizer.context.threads):
+        with limited_threads(optimizer.context.threads):
             optimizer.begin_step()
             original(engine, *args, **kwargs)
 

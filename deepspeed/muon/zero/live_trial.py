@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_muon report --live``: train briefly on all ranks, to compare each ZeRO stage with one process, and time it."""
+"""``ds_muon report --live``: train briefly on all ranks, compare each ZeRO stage with one process, and time it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed.muon.exchange.collective_recorder import CollectiveRecorder, first_mismatch
 from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import Facts, with_type
@@ -69,27 +68,21 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def run_trial(local: Facts) -> Facts | None:
-    """Train a small model in each of :data:`CASES`, and check in which order ranks call collectives; a collective.
+    """Train a small model in each of :data:`CASES`; a collective.
 
     Returns:
         ``None`` on other ranks than 0. On rank 0 a dict:
 
         - ``ranks``: the argument ``local`` of each rank, which may hold any facts about the rank.
         - ``trial``: the result of :func:`train_all_cases`.
-        - ``calls``: how many collectives and point-to-point messages the ranks called, in total.
-        - ``fault``: an error if ranks call collectives in an order in which NCCL could hang, otherwise ``None``.
     """
-    is_joined, recorder = torch.distributed.is_initialized(), CollectiveRecorder()
-    with recorder.recording():
-        trial = train_all_cases()
-    ranks, recorders = gathered(local), gathered(recorder)
+    is_joined = torch.distributed.is_initialized()
+    trial = train_all_cases()
+    ranks = gathered(local)
     is_first = torch.distributed.get_rank() == 0
     if not is_joined:
         torch.distributed.destroy_process_group()  # the one that train_all_cases has made
-    if not is_first:
-        return None
-    calls = sum(len(one.calls) + len(one.messages) for one in recorders)
-    return {"ranks": ranks, "trial": trial, "calls": calls, "fault": first_mismatch(recorders)}
+    return {"ranks": ranks, "trial": trial} if is_first else None
 
 
 def train_all_cases() -> list[Facts]:

@@ -109,14 +109,12 @@ def _update_phrases(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> t
 def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
     """Return phrases for the log on how a step runs: megabytes sent, kernels, dtype and methods of Newton-Schulz."""
     exchange, plans = optimizer.exchange, optimizer.plans
-    shared = [count for plan in plans for count in plan.of_all.counts if count > 1]
     methods = sorted(optimizer.ns_methods - {"auto"})
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.of_all.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     return (
         f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}",
         *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
-        *([f"up to {max(shared)} ranks together orthogonalize each of {len(shared)} matrices"] if shared else ()),
         *_thread_phrases(optimizer),
         f"elementwise kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         f"Newton-Schulz on {exchange.device.type} in {tuning.log_text(optimizer.choice)}"

@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
-from deepspeed.muon.exchange.collective_recorder import first_mismatch
 from helpers import extensions
+from helpers.collectives import first_fault
 from helpers.paths import TESTS
 from helpers.ports import free_port
 
@@ -267,8 +267,8 @@ class Pool:
         """Return the next result of every rank in order; raise RankError if one is missing or a failure."""
         replies = self.replies(timeout)
         if len(replies) == len(self.ranks) and all(status == "ok" for status, _ in replies.values()):
-            results, recorders = zip(*(replies[rank][1] for rank in range(len(self.ranks))), strict=True)
-            fault = first_mismatch(recorders) if self.checks and all(recorders) else None
+            results, logs = zip(*(replies[rank][1] for rank in range(len(self.ranks))), strict=True)
+            fault = first_fault(logs) if self.checks and all(log is not None for log in logs) else None
             if fault and not STOCKS_OWN.match(fault):
                 raise RankError(f"NCCL could hang, though gloo does not: {fault}")
             return list(results)

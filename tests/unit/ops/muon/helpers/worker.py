@@ -151,9 +151,8 @@ def _recorded() -> Iterator[Any]:
     if "deepspeed.muon" not in sys.modules:
         yield None
         return
-    recorder = import_module("deepspeed.muon.exchange.collective_recorder").CollectiveRecorder()
-    with recorder.recording():
-        yield recorder
+    with import_module("helpers.collectives").recorded() as calls:
+        yield calls
 
 
 def _run(message: bytes, cleans: bool) -> bytes:
