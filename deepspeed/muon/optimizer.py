@@ -18,14 +18,14 @@ from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels.selection import product_tables
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.choice import Choice, choice_from_json
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of, whole_parameter
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
@@ -336,11 +336,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def create_states(self, partition: Partition) -> None:
         """Create missing optimizer states of a :class:`Partition`'s tensors, which must be in memory (not on NVMe)."""
         use_muon = self.param_groups[partition.index]["use_muon"]
-        for tensor, fragments in zip(partition.tensors, partition.fragments(), strict=True):
-            if not use_muon:
-                self._fragments[tensor] = fragments
-            elif self.config.momentum_dtype == "int8":
-                self._blocks[tensor] = Blocks(fragments)
+        if not use_muon:
+            self._fragments |= zip(partition.tensors, partition.fragments(), strict=True)
+        elif self.config.momentum_dtype == "int8":
+            self._blocks |= zip(partition.tensors, map(Blocks, partition.matrix_pieces()), strict=True)
+        for tensor in partition.tensors:
             self.create_state(tensor, use_muon)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
@@ -352,7 +352,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
         """Return the quantization blocks of a tensor's int8 momentum: which elements share a scale."""
-        return self._blocks.get(tensor) or whole_parameter(tensor)  # before bind, a tensor is a whole parameter
+        if tensor not in self._blocks:  # before bind, a tensor is a whole parameter
+            whole = whole_partition(0, [tensor], [self.specs[tensor]])  # type: ignore[index]
+            self._blocks[tensor] = Blocks(whole.matrix_pieces()[0])
+        return self._blocks[tensor]
 
     @staticmethod
     def host_zeros(numel: int) -> Tensor:

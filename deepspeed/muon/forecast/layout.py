@@ -139,8 +139,9 @@ class StepPart:
         per_element = MUON_STATE_BYTES[self.group.momentum_dtype] if self.group.use_muon else ADAM_STATE_BYTES
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
         if self.group.use_muon and self.group.momentum_dtype == "int8":
-            local = (shard.placement.held_range(0, 0, shard.spec.numel) for shard in self.shards)
-            nbytes += ABSMAX_BYTES * sum(block_count(max(0, stop - start)) for start, stop in local)
+            nbytes += ABSMAX_BYTES * sum(
+                block_count(piece.numel) for item in self.items for piece in item.spread.pieces(0)
+            )
         return nbytes
 
     @property
