@@ -10,7 +10,7 @@ from deepspeed.muon.forecast.layout import GroupSpec
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.bucket import GridCopy, ShardRun
-from deepspeed.muon.plan.cost import CostModel, OwnerCost
+from deepspeed.muon.plan.cost import CostModel
 from deepspeed.muon.plan.memory import BatchSize, Demand, PartitionDemand
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan, global_plan
@@ -28,11 +28,9 @@ def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartitionDemand:
         copies = [run.copy for run in bucket.runs]
         longest = max((copy.numel for copy in copies), default=0)
         grid = max((copy.numel for copy in copies if copy.rows > 1), default=0)
-        batches = (
-            BatchSize(batch.rows, batch.cols, batch.shape, batch.owners, batch.count) for batch in bucket.batches
-        )
-        demands.append(Demand(sum(bucket.buffer_sizes), longest, grid, tuple(batches)))
-    return PartitionDemand(demands, plan.of_all.storages(plan.travels(staged=False)), method)
+        batches = tuple(BatchSize(batch.rows, batch.cols, batch.count) for batch in bucket.batches)
+        demands.append(Demand(sum(bucket.buffer_sizes), longest, grid, batches))
+    return PartitionDemand(demands, plan.of_all.slots(plan.travels(staged=False)), method)
 
 
 def counted_cost(ns_method: str, *how: Any) -> CostModel:
@@ -42,8 +40,7 @@ def counted_cost(ns_method: str, *how: Any) -> CostModel:
 
 def cubic_cost(factor: float = 20.0, flops_per_byte: float = 200.0, device_type: str = "cpu") -> CostModel:
     """Return a cost model in which a matrix costs factor x larger side x smaller side^2 operations."""
-    operations = lambda rows, cols, owners: OwnerCost(factor * min(rows, cols) ** 2 * max(rows, cols))  # noqa: E731
-    return CostModel(operations, flops_per_byte, 2, device_type)
+    return CostModel(lambda rows, cols: factor * min(rows, cols) ** 2 * max(rows, cols), flops_per_byte, 2, device_type)
 
 
 COST = cubic_cost()
@@ -95,7 +92,7 @@ def spread(copy: GridCopy) -> list[tuple[int, int]]:
     ]
 
 
-def all_to_all(outboxes: tuple, sent: list, received: list) -> list[list]:
+def all_to_all(outboxes: list, sent: list, received: list) -> list[list]:
     """Simulate `torch.distributed.all_to_all_single` on lists; assert that the counts of sender and receiver agree."""
     inboxes: list[list] = [[] for _ in outboxes]
     for source, (outbox, counts) in enumerate(zip(outboxes, sent, strict=True)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulate the programs of all ranks on lists of labelled elements, one operation of every rank at a time.
+"""Simulate a step of all ranks, bucket by bucket, on lists of labelled elements.
 
 An element is (parameter, index in the whole parameter). The label shows where an element comes from, independently of
 the plan that moves it; orthogonalizing changes the label.
@@ -7,7 +7,6 @@ the plan that moves it; orthogonalizing changes the label.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,130 +15,103 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.plan.bucket import Bucket
 from deepspeed.muon.plan.placement import Shard
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.plan.program import Apply, Collective, Compute, Open, Prepare, Program, Send
 from helpers.plans import all_to_all, places, spread
 
 #: The elements of a tensor or buffer; ``None`` for padding or what is not written yet.
 Elements = list[Any]
 
 
-def simulate(plans: Sequence[Plan], programs: Sequence[Program], shards: Sequence[Sequence[Shard]]) -> None:
-    """Assert that owners orthogonalize each matrix or slice once, whole and in order, and that its results return.
+def simulate(plans: Sequence[Plan], shards: Sequence[Sequence[Shard]]) -> None:
+    """Assert that owners orthogonalize each matrix once, whole and in order, and that its results return.
 
     Args:
         shards: for each rank, its shards.
     """
     ranks = [Rank(plan, tensors_of(of_rank, plan.rank)) for plan, of_rank in zip(plans, shards, strict=True)]
-    for operations in zip(*(program[1:] for program in programs), strict=True):
-        (kind,) = {type(operation) for operation in operations}
-        for rank, operation in zip(ranks, operations, strict=True):
-            rank.do(operation)
-        if kind is Send:
-            _travel(ranks, operations)
+    for buckets in zip(*(plan.buckets for plan in plans), strict=True):
+        for rank, bucket in zip(ranks, buckets, strict=True):
+            rank.prepare(bucket)
+        _send(ranks, back=False)
+        for rank in ranks:
+            rank.orthogonalize()
+        _send(ranks, back=True)
+        for rank in ranks:
+            rank.apply()
     for rank in ranks:
         assert rank.returned == [[one and ("new", *one) for one in tensor] for tensor in rank.tensors]
     _check_that_matrices_are_whole(ranks, shards)
     _check_the_draws(ranks)
 
 
-@dataclass
-class Buffers:
-    """The buffers of a bucket, in one of the storages."""
-
-    bucket: int
-    matrices: Elements
-    outbox: Elements
-    inbox: Elements
-
-
 class Rank:
-    """The memory of one rank."""
+    """The memory of one rank: its tensors, and the buffers of the bucket at hand."""
 
     def __init__(self, plan: Plan, tensors: list[Elements]) -> None:
         self.plan, self.tensors = plan, tensors
         self.returned: list[Elements] = [[None] * len(tensor) for tensor in tensors]
-        self.storages: dict[int, Buffers] = {}
-        self.own: dict[int, int] = {}
         self.seen: list[Elements] = []
         self.draws: dict[Any, tuple[str, int]] = {}
 
-    def do(self, operation: Any) -> None:
-        """Carry out an operation, except its collectives."""
-        bucket = self.plan.buckets[operation.bucket]
-        match operation:
-            case Open():
-                assert operation.numel == sum(bucket.buffer_sizes)
-                buffers = (Elements([None] * numel) for numel in bucket.buffer_sizes)
-                self.storages[operation.storage] = Buffers(operation.bucket, *buffers)
-                self.own[operation.bucket] = operation.own
-            case Prepare():
-                self._prepare(bucket, operation.bucket)
-            case Compute():
-                self._compute(bucket, operation.bucket)
-            case Apply():
-                for run in bucket.runs:
-                    box = self.box(operation.bucket, run.in_place)
-                    for place, at in places(run):
-                        assert self.returned[run.tensor][place] is None, "updated twice"
-                        self.returned[run.tensor][place] = box[at]
-
-    def buffers(self, bucket: int) -> Buffers:
-        """Return the buffers of a bucket; fail if another bucket has taken its storage."""
-        (found,) = [each for each in self.storages.values() if each.bucket == bucket]
-        return found
-
-    def box(self, bucket: int, in_place: bool) -> Elements:
-        """Return the buffer from which a run reads: the bucket's matrices if ``in_place``, else what it sends."""
-        return self.buffers(self.own[bucket]).matrices if in_place else self.buffers(bucket).outbox
-
-    def received(self, number: int) -> Elements:
-        """Return what a bucket has received: a part of its matrices or a buffer of its own."""
-        bucket, buffers = self.plan.buckets[number], self.buffers(number)
-        if bucket.direct_receive_start is None:
-            return buffers.inbox
-        return buffers.matrices[bucket.direct_receive_start :][: sum(bucket.receive_counts)]
-
-    def receive(self, number: int, elements: Elements) -> None:
-        """Write received elements into a bucket, without overwriting others."""
-        bucket, buffers = self.plan.buckets[number], self.buffers(number)
-        if bucket.direct_receive_start is None:
-            buffers.inbox[:] = elements
-        else:
-            before = self.received(number)
-            assert all(old in (None, new) for old, new in zip(before, elements, strict=True)), "over other elements"
-            buffers.matrices[bucket.direct_receive_start : bucket.direct_receive_start + len(elements)] = elements
-
-    def _prepare(self, bucket: Bucket, number: int) -> None:
+    def prepare(self, bucket: Bucket) -> None:
+        """Open the buffers of a bucket, and write this rank's elements into them."""
+        self.bucket = bucket
+        self.matrices, self.outbox, self.inbox = ([None] * numel for numel in bucket.buffer_sizes)
         for run in bucket.runs:
-            box = self.box(number, run.in_place)
+            box = self.box(run.in_place)
             for index, (place, at) in enumerate(places(run)):
                 element = self.tensors[run.tensor][place]
                 assert element is not None, "padding would travel"
                 assert self.draws.setdefault(element, draw(run, index)) == draw(run, index)
-                if not bucket.only_results:
-                    assert box[at] is None, "written twice"
-                    box[at] = element
-        if not bucket.only_results:
-            check_host_memory(bucket, self.tensors, self.box(number, False), self.box(number, True))
+                assert box[at] is None, "written twice"
+                box[at] = element
+        check_host_memory(bucket, self.tensors, self.outbox, self.matrices)
 
-    def _compute(self, bucket: Bucket, number: int) -> None:
-        if bucket.only_results:
-            return
-        matrices, inbox = self.buffers(number).matrices, self.buffers(number).inbox
-        for copy in bucket.receive_copies:
+    def box(self, in_place: bool) -> Elements:
+        """Return the buffer of a run: the bucket's matrices if ``in_place``, else what is sent."""
+        return self.matrices if in_place else self.outbox
+
+    def received(self) -> Elements:
+        """Return what has arrived: a part of the bucket's matrices, or a buffer of its own."""
+        start = self.bucket.direct_receive_start
+        return self.inbox if start is None else self.matrices[start:][: sum(self.bucket.receive_counts)]
+
+    def receive(self, elements: Elements) -> None:
+        """Write what arrives at the owner, without overwriting other elements."""
+        start = self.bucket.direct_receive_start
+        if start is None:
+            self.inbox[:] = elements
+        else:
+            pairs = zip(self.received(), elements, strict=True)
+            assert all(old in (None, new) for old, new in pairs), "over other elements"
+            self.matrices[start : start + len(elements)] = elements
+
+    def orthogonalize(self) -> None:
+        """Put what has arrived in place, note the matrices that this rank owns, and change their labels."""
+        for copy in self.bucket.receive_copies:
             for at, place in spread(copy):
-                assert matrices[at] in (None, inbox[place]), "two elements in one place"
-                matrices[at] = inbox[place]
-        assert None not in matrices
-        for batch in bucket.batches:
-            for start in range(
-                batch.start, batch.start + batch.count * batch.rows * batch.cols, batch.rows * batch.cols
-            ):
-                self.seen.append(matrices[start : start + batch.rows * batch.cols])
-        matrices[:] = [("new", *element) for element in matrices]
-        for copy in bucket.receive_copies:
+                assert self.matrices[at] in (None, self.inbox[place]), "two elements in one place"
+                self.matrices[at] = self.inbox[place]
+        end = self.plan.rank * self.bucket.gathered_part
+        for batch in self.bucket.batches:
+            assert batch.start == end, "batches follow each other"
+            size = batch.rows * batch.cols
+            end += batch.count * size
+            for start in range(batch.start, end, size):
+                matrix = self.matrices[start : start + size]
+                self.seen.append(matrix)
+                self.matrices[start : start + size] = [("new", *element) for element in matrix]
+        assert self.bucket.gathered_part or end == len(self.matrices)
+        for copy in self.bucket.receive_copies:
             for at, place in spread(copy):
-                inbox[place] = matrices[at]
+                self.inbox[place] = self.matrices[at]
+
+    def apply(self) -> None:
+        """Write the results to the places in the tensors from which :meth:`prepare` has read."""
+        for run in self.bucket.runs:
+            box = self.box(run.in_place)
+            for place, at in places(run):
+                assert self.returned[run.tensor][place] is None, "updated twice"
+                self.returned[run.tensor][place] = box[at]
 
 
 def draw(run: Any, index: int) -> tuple[str, int]:
@@ -147,37 +119,27 @@ def draw(run: Any, index: int) -> tuple[str, int]:
     return run.draws[0], run.draws[1] + index
 
 
-def _travel(ranks: list[Rank], operations: Sequence[Send]) -> None:
-    """Carry out the same collective on all ranks; ``operations``: by rank."""
-    number, back = operations[0].bucket, operations[0].back
-    calls = [operation.collectives for operation in operations]
-    if not any(calls):
-        assert ranks[0].plan.buckets[number].only_results or not any(rank.box(number, False) for rank in ranks)
-    elif calls[0][0].kind == "all_to_all":
-        sent, received = [one.sent for (one,) in calls], [one.received for (one,) in calls]
-        boxes = [rank.received(number) if back else rank.box(number, False) for rank in ranks]
-        arrived = all_to_all(tuple(boxes), sent, received)
+def _send(ranks: list[Rank], back: bool) -> None:
+    """Carry out the collective of a bucket on all ranks."""
+    part = ranks[0].bucket.gathered_part
+    if part:
+        if back:
+            gathered = [one for rank in ranks for one in rank.matrices[rank.plan.rank * part :][:part]]
+            for rank in ranks:
+                rank.matrices[:] = gathered
+        return
+    if not ranks[0].bucket.travels:
+        assert not any(rank.outbox for rank in ranks)
+        return
+    sent, received = [rank.bucket.send_counts for rank in ranks], [rank.bucket.receive_counts for rank in ranks]
+    if back:
+        arrived = all_to_all([rank.received() for rank in ranks], received, sent)
         for rank, elements in zip(ranks, arrived, strict=True):
-            if back:
-                assert len(rank.box(number, False)) == len(elements)
-                rank.buffers(number).outbox[:] = elements
-            else:
-                rank.receive(number, elements)
+            assert len(elements) == len(rank.outbox)
+            rank.outbox[:] = elements
     else:
-        _broadcast(ranks, calls, number)
-
-
-def _broadcast(ranks: list[Rank], calls: Sequence[Sequence[Collective]], number: int) -> None:
-    """Give every rank the results of each owner, in the order of the broadcasts."""
-    arriving: list[Elements] = [[] for _ in ranks]
-    for of_all in zip(*calls, strict=True):
-        results = ranks[of_all[0].root].box(number, True)[: of_all[0].numel]
-        assert len(results) == of_all[0].numel
-        for index, elements in enumerate(arriving):
-            elements += results if index != of_all[0].root else []
-    for rank, elements in zip(ranks, arriving, strict=True):
-        assert len(rank.box(number, False)) == len(elements)
-        rank.buffers(number).outbox[:] = elements
+        for rank, elements in zip(ranks, all_to_all([rank.outbox for rank in ranks], sent, received), strict=True):
+            rank.receive(elements)
 
 
 def tensors_of(shards: Sequence[Shard], rank: int) -> list[Elements]:
@@ -216,18 +178,9 @@ def elements_of(block: Block) -> list[int]:
 
 
 def _check_that_matrices_are_whole(ranks: list[Rank], shards: Sequence[Sequence[Shard]]) -> None:
-    """Assert that each matrix was seen once, or each of its slices: columns, or rows if those are more."""
-    counts = iter(ranks[0].plan.of_all.counts)
-    wanted = []
-    for spec in {shard.spec.name: shard.spec for of_rank in shards for shard in of_rank}.values():
-        for block in spec.blocks:
-            count, axis = next(counts), int(block.rows <= block.cols)
-            size = (block.rows, block.cols)[axis] // count
-            for k in range(count):
-                part = replace(block, offset=block.offset + k * size, cols=size)
-                if axis == 0 and count > 1:
-                    part = replace(block, offset=block.offset + k * size * block.stride, rows=size)
-                wanted.append([(spec.name, element) for element in elements_of(part if count > 1 else block)])
+    """Assert that the owners have seen each matrix once."""
+    specs = {shard.spec.name: shard.spec for of_rank in shards for shard in of_rank}
+    wanted = [[(spec.name, index) for index in elements_of(block)] for spec in specs.values() for block in spec.blocks]
     assert sorted(one for rank in ranks for one in rank.seen) == sorted(wanted)
 
 

@@ -1,28 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: balance, bounds of buckets and traffic, few copies, number of owners. What travels where: test_program."""
+"""The plan: balance, bounds of buckets and traffic, few copies, and what travels where. The order: test_order."""
 
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from deepspeed.muon.config.schema import parse
-from deepspeed.muon.math.choice import shape_key
-from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.plan.bucket import MAX_SPAN
-from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.owners import (
-    MAX_WHOLE_BYTES,
-    assign_owners,
-    choose_owner_counts,
-    count_ranks_per_node,
-    possible_owner_counts,
-)
+from deepspeed.muon.plan.bucket import MAX_SPAN, Bucket
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.plan.plan import bucket_limit
-from helpers.plans import COST, counted_cost, flat_layout, make_plan, part_layout, specs
+from helpers.jobs import Part, random_job
+from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs
+from helpers.simulation import simulate
 
 
 def test_parts_that_are_not_equal_have_copies_of_their_own() -> None:
@@ -153,7 +143,7 @@ def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:
             assert all(count == fit for count in counts[1:-1])
 
 
-# ---- runs that are updated by one call; each once: test_program.py ------------------------------------------------
+# ---- runs that are updated by one call; each once: check_copies ---------------------------------------------------
 
 
 def test_matrices_that_lie_as_in_their_bucket_are_one_span() -> None:
@@ -170,90 +160,67 @@ def test_a_span_is_no_longer_than_its_limit_unless_a_run_is() -> None:
     assert [span.numel for span in spans] == [MAX_SPAN] * 4 + [MAX_SPAN // 2]
 
 
-# ---- how many owners a matrix has -------------------------------------------------------------------------------
+# ---- what travels where --------------------------------------------------------------------------------------------
 
 
-def cost_of(device_type: str, near: int) -> CostModel:
-    return counted_cost("auto", schedule("simple"), "bf16", 2, device_type, near)
+@pytest.mark.parametrize("first", range(0, 600, 100))
+def test_every_element_goes_to_its_owner_and_back(first: int) -> None:
+    check_jobs(range(first, first + 100), most_ranks=12)
 
 
-def counts(
-    shapes: list[tuple[int, int]],
-    world: int,
-    cost: CostModel,
-    most: int | None = None,
-    saved_counts: dict | None = None,
-) -> list[int]:
-    return choose_owner_counts(placed(shapes, world), world, cost, saved_counts or {}, most)
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize("first", range(1000, 21_000, 2000))
+def test_every_element_of_many_jobs_goes_to_its_owner_and_back(first: int) -> None:
+    """On up to 64 ranks."""
+    check_jobs(range(first, first + 1000), most_ranks=12)
+    check_jobs(range(first + 1000, first + 2000), most_ranks=64)
 
 
-def placed(shapes: list[tuple[int, int]], world_size: int) -> list[PlacedBlock]:
-    shards, _ = part_layout(specs(shapes), world_size)
-    return [PlacedBlock(shard, block) for shard in shards for block in shard.spec.blocks]
+def check_jobs(seeds: range, most_ranks: int) -> None:
+    for seed in seeds:
+        try:
+            for part in random_job(seed, most_ranks):
+                simulate(part.views, part.shards)
+                check_sizes(part)
+        except AssertionError as error:
+            raise AssertionError(f"the job of seed {seed} with at most {most_ranks} ranks: {error}") from error
 
 
-@pytest.mark.parametrize(
-    ("world", "most", "expected"),
-    [(1, 16, [1]), (2, 16, [1, 2]), (6, 16, [1, 2, 6]), (12, 4, [1, 2, 4]), (8, 16, [1, 2, 4, 8]), (7, 16, [1, 7])],
-)
-def test_the_counts_of_one_plan_divide_each_other(world: int, most: int, expected: list[int]) -> None:
-    assert possible_owner_counts(world, most) == expected
+def check_sizes(part: Part) -> None:
+    """Assert that buckets are no larger than they may be, and that ranks send what the plan states."""
+    plan, world = part.views[0].of_all, len(part.views)
+    assert len({view.of_all.digest for view in part.views}) == 1
+    largest = max((item.block.numel for item in plan.items), default=0)
+    for view in part.views:
+        sent = 0
+        for bucket in view.buckets:
+            check_copies(bucket)
+            own_part = bucket.gathered_part or bucket.matrix_elements
+            assert own_part <= max(part.limit // plan.copies, largest)
+            to_owners, to_shards = bucket.send_counts, bucket.receive_counts
+            sent += sum(to_owners) - to_owners[view.rank] + sum(to_shards) - to_shards[view.rank]
+            sent += bucket.gathered_part * (world - 1)
+        assert view.sent_elements == sent
 
 
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [("aaaa", 4), ("aabb", 2), ("aaab", 1), ("aaabbb", 3), ("aaaabb", 2), ("aabbbb", 2), ("abab", 1), ("a", 1)],
-)
-def test_neighbours_share_a_node(nodes: str, expected: int) -> None:
-    assert count_ranks_per_node(nodes) == expected
-
-
-LONE = [(4096, 16384)]
-OWNERS = {
-    "many small ones": ([(768, 768), (768, 3072), (3072, 768)] * 12, 8, 8, {}, [1] * 36),
-    **{f"a lone large one on {world} ranks": (LONE, world, world, {}, [world]) for world in (2, 4, 8)},
-    "what does not divide": ([(4096, 16384), (4099, 16384)], 4, 4, {"most": 4}, [4, 1]),
-    "of a checkpoint": ([(768, 768)], 4, 4, {"saved_counts": {shape_key(768, 768): 2}}, [2]),
-    "of a checkpoint, where they do not fit": ([(768, 768)], 3, 3, {"saved_counts": {shape_key(768, 768): 2}}, [1]),
-    # Only ranks of one node share a matrix unless the user says so; with nodes of six, four would be on two nodes.
-    "nodes of two": (LONE, 8, 2, {}, [2]),
-    "nodes of one": (LONE, 8, 1, {}, [1]),
-    "nodes of two, as the user says": (LONE, 8, 2, {"most": 8}, [8]),
-    "one, as the user says": (LONE, 8, 8, {"most": 1}, [1]),
-    "nodes of six": ([(6144, 24576)], 12, 6, {}, [6]),
-    # Six and four would not divide each other, and ranks would wait for each other.
-    "beside a checkpoint": ([(768, 768), (6144, 24576)], 12, 6, {"saved_counts": {shape_key(768, 768): 4}}, [4, 2]),
-}
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("case", OWNERS)
-def test_how_many_owners_a_matrix_has(case: str, device_type: str) -> None:
-    shapes, world, near, options, expected = OWNERS[case]
-    assert counts(shapes, world, cost_of(device_type, near), **options) == expected
-
-
-@pytest.mark.parametrize("rule", [{"normuon": True}, {"muon_eq": "rows"}, {"ns_normalization": "aol"}], ids=str)
-def test_what_needs_whole_matrices_leaves_each_to_one_owner(rule: dict[str, Any]) -> None:
-    assert parse({}).most_owners is None
-    assert counts(LONE, 8, cost_of("cuda", 8), most=parse(rule).most_owners) == [1]
-
-
-def test_large_matrices_are_sliced_for_their_memory_on_an_accelerator_only() -> None:
-    shapes = [(28672, 8192)] * 64
-    assert {*counts(shapes, 8, cost_of("cuda", 8))} == {4} and MAX_WHOLE_BYTES < 2 * 28672 * 8192 * 3
-    assert {*counts(shapes, 8, cost_of("cpu", 8))} == {1}
-
-
-@pytest.mark.parametrize("world", [64, 1024])
-def test_the_busiest_rank_has_little_more_than_the_mean(world: int) -> None:
-    """The shapes of Llama 8B. What owners repeat counts, and the mean is that of one owner each."""
-    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
-    cost, items = cost_of("cuda", 8), placed(shapes, world)
-    found = choose_owner_counts(items, world, cost, {}, None)
-    first, _ = assign_owners(items, world, cost, found)
-    loads = [0.0] * world
-    for item, owner, count in zip(items, first, found, strict=True):
-        for rank in range(owner, owner + count):
-            loads[rank] += cost.of_owner(*item.shape, count).flops
-    assert max(loads) <= 1.3 * sum(cost.flops(*shape) for shape in shapes) / world
+def check_copies(bucket: Bucket) -> None:
+    """Assert that few copies fill the buffers, and that few calls update the shards, each run and element once."""
+    assert len([segment for segment in bucket.segments if not segment.in_place]) <= 1
+    assert len(bucket.segments) <= 1 + sum(run.in_place for run in bucket.runs)
+    scale = lambda rows, cols: max(1.0, rows / cols)  # noqa: E731
+    kinds = [(run.tensor, run.in_place, scale(*run.shape), run.copy.rows > 1 and run) for run in bucket.runs]
+    calls = bucket.run_groups(scale)
+    assert sorted(index for call in calls for index in call) == list(range(len(bucket.runs)))
+    assert len(calls) == len(set(kinds)), (
+        "a call is of one tensor, buffer and scale; runs of several rows have their own"
+    )
+    for call, staged in itertools.product(calls, (False, True)):
+        assert len({kinds[index] for index in call}) == 1
+        spans, wanted = bucket.spans(call, staged), []
+        for run, host in ((bucket.runs[index], bucket.host_places[index]) for index in call):
+            moved = host - run.copy.at if staged else 0
+            wanted += [(place, at + moved) for place, at in places(run) if run.copy.rows == 1]
+        assert [(start + i, at + i) for start, at, numel in spans for i in range(numel)] == wanted
+        for before, after in itertools.pairwise(spans):
+            assert (before.start + before.numel, before.at + before.numel) != (after.start, after.at)
