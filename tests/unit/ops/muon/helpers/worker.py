@@ -71,7 +71,7 @@ def join(collective_timeout: float) -> None:
     logger.setLevel("WARNING")
     without_races()
     if "deepspeed.muon" in sys.modules:  # else the ranks are to run stock DeepSpeed
-        # Where broadcasts cost nothing, ranks share the work of small models too.
+        # Where gathering costs nothing, ranks share the work of small models too.
         planning = import_module("deepspeed.muon.plan.plan")
         planning.is_worth_sharing = partial(without_latency, planning.is_worth_sharing)
     # torch computes float16 on every CPU; DeepSpeed refuses the CPUs without mkldnn kernels for it.
@@ -89,8 +89,8 @@ def join(collective_timeout: float) -> None:
 
 
 def without_latency(is_worth_sharing: Callable, plan: Any, cost: Any) -> bool:
-    """Decide whether ranks share work as if no result travelled in any broadcast."""
-    return is_worth_sharing(dataclasses.replace(plan, rounds=[]), cost)
+    """Decide whether ranks share work as if the results were with all of them at once."""
+    return is_worth_sharing(dataclasses.replace(plan, buckets=[]), cost)
 
 
 def _mend_gathers() -> None:
