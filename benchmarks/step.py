@@ -184,7 +184,7 @@ def exchanges(found: Found) -> Iterator[Row]:
     for key, row in found.items():
         if row.get("exchange MB"):
             names = dict(zip(OUR_PHASES, ("prepare s", "waiting s", "Newton-Schulz s", "apply s"), strict=True))
-            sent = {"variant": label(key), "rounds": row["exchange rounds"], "MB sent": row["exchange MB"]}
+            sent = {"variant": label(key), "buckets": row["buckets"], "MB sent": row["exchange MB"]}
             phases = {name: row[f"{phase} s"] for phase, name in names.items()} | {"exchange alone s": row["alone s"]}
             yield sent | phases | {"hidden": f"{max(0.0, 1 - row['exchange s'] / row['alone s']):.0%}"}
 

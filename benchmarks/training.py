@@ -6,6 +6,7 @@ Nothing of deepspeed-muon is imported before a launch of ours needs it, because 
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -13,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,9 +78,7 @@ LAYERS: dict[str, Callable[[int], list[tuple[int, int]]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One launch. `bucket`, MiB of a bucket, and `owners`, of a matrix: of ours, 0 for its own rule. `batch`: rows of
-    [batch, hidden] a rank.
-    """
+    """One launch. `bucket`, MiB of a bucket: of ours, 0 for its own rule. `batch`: rows of [batch, hidden] a rank."""
 
     case: str
     variant: str
@@ -89,7 +89,6 @@ class Job:
     steps: int = 5
     batch: int = 8
     bucket: float = 0.0
-    owners: int = 0
     model: str = "block"
     device: str = "cpu"
 
@@ -102,8 +101,8 @@ class Job:
         return sum(rows * cols for rows, cols in self.matrices)
 
     def __str__(self) -> str:
-        bucket, owners = f", {self.bucket:g} MiB" * bool(self.bucket), f", {self.owners} owners" * bool(self.owners)
-        return f"{CASES[self.case][0]}, {self.world} ranks, {VARIANTS[self.variant].label}{bucket}{owners}"
+        bucket = f", {self.bucket:g} MiB" * bool(self.bucket)
+        return f"{CASES[self.case][0]}, {self.world} ranks, {VARIANTS[self.variant].label}{bucket}"
 
 
 class Layer(nn.Module):
@@ -158,8 +157,6 @@ def ds_config(job: Job) -> dict[str, Any]:
     zero, params = {"stage": stage}, dict(variant.params)
     if job.bucket:
         params["bucket_bytes"] = int(job.bucket * 2**20)
-    if job.owners:
-        params["owners_per_matrix"] = job.owners
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     elif variant.optimizer == "AdamW":
@@ -241,32 +238,16 @@ def timed_step(engine: Any, batch: Tensor, counter: TrafficCounter, device: str)
     return found
 
 
-class Nothing:
-    """Phases of a step in which nothing is computed, nor sent between the owners of one matrix."""
-
-    def look(self, operation: Any) -> None:
-        """Look for nothing."""
-
-    def prepare(self, buffers: Any) -> None:
-        """Leave the buffers as they are."""
-
-    def orthogonalize(self, buffers: Any, calls: Iterator[Any]) -> None:
-        """Pass over the calls of the owners."""
-        collections.deque(calls, maxlen=0)
-
-    apply = prepare
-
-
 def exchange_alone(optimizer: Any, repeats: int, device: str) -> float:
     """Median seconds of all collectives of one step of ours with nothing computed."""
-    times, bounds = [], optimizer._steps.values()
+    times, alone = [], [copy.copy(step) for step in optimizer._steps.values()]
+    for step in alone:
+        step._is_int8 = False
+        step._prepare = step._orthogonalize = step._apply = lambda now, buffers: None
+    nothing = types.SimpleNamespace(buffers={}, phase=contextlib.nullcontext)
     for _ in range(repeats):
         torch.distributed.barrier()
-        times.append(
-            seconds(
-                lambda: [b.exchange.run(b.plan, b.program, Nothing(), contextlib.nullcontext) for b in bounds], device
-            )
-        )
+        times.append(seconds(lambda: [step.run(nothing) for step in alone], device))
     return statistics.median(times)
 
 
@@ -312,8 +293,8 @@ def rank(**setting: Any) -> dict[str, Any]:
             from deepspeed.muon.kernels import reference
 
             symmetric = optimizer.context.kernels.square is not reference.square
-            rounds = sum(plan.of_all.exchanges for plan in optimizer.plans)
-            first |= {"kernels": optimizer.context.kernels.name, "symmetric": symmetric, "exchange rounds": rounds}
+            buckets = sum(bucket.travels for plan in optimizer.plans for bucket in plan.buckets)
+            first |= {"kernels": optimizer.context.kernels.name, "symmetric": symmetric, "buckets": buckets}
             elements = sum(plan.sent_elements for plan in optimizer.plans)
             largest |= {"exchange MB": elements * optimizer.exchange.dtype.itemsize / 1e6}
             largest |= {"scratch MB": optimizer.workspace.nbytes() / 1e6}

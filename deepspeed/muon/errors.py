@@ -32,10 +32,6 @@ class ImportStateError(ValueError):
     """Optimizer state cannot be imported; the message names the parameters and what to do. Nothing has changed."""
 
 
-class ExchangeError(RuntimeError):
-    """Communication between ranks failed or timed out inside ``step``; the message names the matrices concerned."""
-
-
 class KernelError(RuntimeError):
     """The C++ kernels for the CPU cannot be built or loaded; the message says why and what to install."""
 

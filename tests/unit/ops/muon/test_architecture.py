@@ -55,7 +55,7 @@ LIBRARIES: dict[str, set[str]] = {
 #: What of DeepSpeed's `comm` sends nothing between ranks.
 LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}
 #: The module and the function that launch collectives through it.
-LAUNCH = ("exchange.exchange", "_launch")
+LAUNCH = ("exchange.exchange", "_start")
 GROUP_MAKERS = re.compile(r"^(new_(sub)?groups?\w*|split_group|init_device_mesh|DeviceMesh|_?create_\w*group\w*)$")
 #: Modules that may reach one kind of accelerator through torch, and why.
 OF_ONE_KIND = {
@@ -187,7 +187,7 @@ def collectives_elsewhere(name: str, module: ast.Module) -> list[str]:
 
 
 def collectives_of_deepspeed(name: str, module: ast.Module) -> list[str]:
-    """Only the exchange's launch calls DeepSpeed's collectives: its log may end the process in each of them."""
+    """Only one function of the exchange calls DeepSpeed's collectives."""
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     launch = [node for node in functions if (name, node.name) == LAUNCH]
     allowed = {inner for node in launch for inner in ast.walk(node)}

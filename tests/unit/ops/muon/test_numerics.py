@@ -130,13 +130,9 @@ def engines(stage: int, rules: dict[str, Any], dtype: torch.dtype, precision: st
     return weights
 
 
-@pytest.mark.parametrize(
-    ("stage", "rules"), [(0, {"normuon": True}), (1, {"owners_per_matrix": 2}), (3, {"normuon": True})]
-)
-def test_a_default_dtype_that_a_factory_leaves_on_changes_nothing_under_deepspeed(
-    stage: int, rules: dict[str, Any]
-) -> None:
-    kwargs: dict[str, Any] = {"stage": stage, "rules": rules}
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_default_dtype_that_a_factory_leaves_on_changes_nothing_under_deepspeed(stage: int) -> None:
+    kwargs: dict[str, Any] = {"stage": stage, "rules": {"normuon": True}}
     expected = run(engines, 2, **kwargs, dtype=torch.float32, precision="highest")
     got = run(engines, 2, **kwargs, dtype=torch.bfloat16, precision="medium")
     for rank in range(2):

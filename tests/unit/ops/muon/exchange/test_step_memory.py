@@ -118,7 +118,7 @@ def test_a_step_takes_the_predicted_memory(size: str, stage: int, device_type: s
         found = run(measured, 2, shapes=SIZES[size], params=params, device_type=device_type, stage=stage, dtype="bf16")
         for predicted, alive, slots, exchange in found:
             assert 0.9 * alive <= predicted <= 1.1 * alive
-            assert slots == (2 if stage == 0 or (device_type == "cuda" and bucket_bytes < 2**30) else 3)
+            assert slots == (2 if device_type == "cuda" and bucket_bytes < 2**30 else 3)
             assert 0 < exchange < predicted
 
 
@@ -126,18 +126,15 @@ def test_a_step_takes_the_predicted_memory(size: str, stage: int, device_type: s
 KINDS = [("torch", "bf16", "auto"), ("torch", "fp32", "auto"), ("auto", "fp32", "auto"), ("torch", "fp32", "bf16")]
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("owners", [1, 2, 4])
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kernels", "ns_dtype", "wire_dtype"), KINDS)
 @pytest.mark.parametrize("method", ["standard", "gram"])
-def test_the_prediction_knows_methods_kernels_dtypes_and_owners(
-    method: str, kernels: str, ns_dtype: str, wire_dtype: str, owners: int
+def test_the_prediction_knows_methods_kernels_and_dtypes(
+    method: str, kernels: str, ns_dtype: str, wire_dtype: str
 ) -> None:
     """Where dtype and wire differ there is a copy."""
     params = {"ns_method": method, "kernels": kernels, "ns_dtype": ns_dtype, "wire_dtype": wire_dtype}
-    shapes, stage = (SIZES["medium"], 2) if owners == 1 else ([(512, 2048)] * 2, 3)
-    params |= {"owners_per_matrix": owners} if owners > 1 else {}
-    found = run(measured, max(2, owners), shapes=shapes, params=params, device_type="cpu", stage=stage, dtype="bf16")
+    found = run(measured, 2, shapes=SIZES["medium"], params=params, device_type="cpu", stage=2, dtype="bf16")
     for predicted, alive, *_ in found:
         assert 0.9 * alive <= predicted <= 1.1 * alive
 

@@ -6,7 +6,7 @@ of them takes.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +21,7 @@ from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.plan.program import Collective, Look, program_of
-from helpers.jobs import newton_schulz
+from helpers.loop import run_loop
 from helpers.plans import COST, make_plan, specs
 
 CPU = torch.device("cpu")
@@ -125,14 +124,14 @@ class End:
 
 
 class Copies(TorchDispatchMode):
-    """Records every copy on the current stream, except those of the watchdog's marks."""
+    """Records every copy on the current stream."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
         self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].dtype != torch.uint8:
+        if func is torch.ops.aten.copy_.default:
             self._record.use(self._record.current_stream(), "copy", [args[1]], [args[0]])
         return func(*args, **(kwargs or {}))
 
@@ -164,25 +163,20 @@ def exchange(monkeypatch: pytest.MonkeyPatch, world: int, without: tuple[str, st
     plan: Plan = make_plan(shards, 0, world, COST, bucket_bytes=200)
     assert len(plan.buckets) == BUCKETS and plan.buckets[0].travels == (world > 1)
 
-    class Phases:
-        def look(self, operation: Look) -> None:
-            pass
+    def prepare(now: Any, buffers: BucketBuffers) -> None:
+        record.use(record.host, f"prepare {buffers.index}", writes=[buffers.host])
 
-        def prepare(self, buffers: BucketBuffers) -> None:
-            record.use(record.host, f"prepare {buffers.number}", writes=[buffers.host])
+    def orthogonalize(now: Any, buffers: BucketBuffers) -> None:
+        record.use(record.current_stream(), f"compute {buffers.index}", [buffers.matrices], [buffers.matrices])
 
-        def orthogonalize(self, buffers: BucketBuffers, calls: Iterator[Collective]) -> None:
-            record.use(record.current_stream(), f"compute {buffers.number}", [buffers.matrices], [buffers.matrices])
+    def apply(now: Any, buffers: BucketBuffers) -> None:
+        record.use(record.host, f"apply {buffers.index}", reads=[buffers.host])
 
-        def apply(self, buffers: BucketBuffers) -> None:
-            record.use(record.host, f"apply {buffers.number}", reads=[buffers.host])
-
-    ours = Exchange(
-        object() if world > 1 else None, torch.float32, CPU, UsedBefore(record), "muon", host_staging.Staging()
-    )
+    group = object() if world > 1 else None
+    ours = Exchange(group, torch.float32, CPU, UsedBefore(record), host_staging.Staging())
     with Copies(record):
         for _ in range(2):
-            ours.run(plan, program_of(plan, "fp32", True, newton_schulz()), Phases(), nullcontext)
+            run_loop(plan, ours, prepare=prepare, orthogonalize=orthogonalize, apply=apply)
     return record
 
 
@@ -213,10 +207,10 @@ def test_a_bucket_travels_beside_the_computation_of_another(world: int, monkeypa
     """The computation of 2 waits for no copy of 3 or 1 that was queued before it, and the copies of 4 not for it."""
     uses = exchange(monkeypatch, world, None).uses
     texts = [use.text for use in uses]
-    computed = texts.index(f"compute 2 of {BUCKETS} (computing)")
-    sent = texts.index("copy (up)", texts.index(f"prepare 3 of {BUCKETS} (host)"))
-    returned = texts.index("copy (down)", texts.index(f"compute 1 of {BUCKETS} (computing)"))
+    computed = texts.index("compute 2 (computing)")
+    sent = texts.index("copy (up)", texts.index("prepare 3 (host)"))
+    returned = texts.index("copy (down)", texts.index("compute 1 (computing)"))
     assert sent < computed and returned < computed, "queued before"
     assert sent not in uses[computed].before and returned not in uses[computed].before
-    after = texts.index("copy (up)", texts.index(f"prepare 4 of {BUCKETS} (host)"))
+    after = texts.index("copy (up)", texts.index("prepare 4 (host)"))
     assert computed < after and computed not in uses[after].before

@@ -63,12 +63,12 @@ class Trap:
         """Insert the events into deepspeed-muon, DeepSpeed and torch, in this process."""
         from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 
+        from deepspeed.muon.exchange.buffers import BucketBuffers
         from deepspeed.muon.exchange.exchange import Exchange
-        from deepspeed.muon.exchange.watchdog import PendingCollective
 
         self.around(Exchange, "largest", "look")
-        self.around(Exchange, "_launch", "exchange")
-        self.around(PendingCollective, "wait", "exchange")
+        self.around(Exchange, "_start", "exchange")
+        self.around(BucketBuffers, "wait", "exchange")
         self.around(Path, "replace", "save")  # header, manifest and latest are put in place by it
         for owner in [OptimizerSwapper, *_subclasses(OptimizerSwapper)]:
             for name in ("swap_in_optimizer_state", "swap_out_optimizer_state"):

@@ -277,7 +277,6 @@ SETTINGS: dict[str, Setting] = {
             *grid((2, 3), dtype="bf16", accumulation=2, offload=True),
             BF16_OPTIMIZER,
             BF16_OPTIMIZER | {"accumulation": 2},
-            *({"stage": stage, "keys": {"owners_per_matrix": 2}} for stage in (1, 3)),
             {"stage": 2, "keys": {"kernels": "torch"}},
             *grid((1, 3), (4,)),
         ],
@@ -382,18 +381,12 @@ SETTINGS: dict[str, Setting] = {
         without=CLIPPED,
         moves={"stages": 1},
     ),
-    "several owners": Setting(
-        Way(),
-        [*grid((0, 1, 2, 3), model="broad"), *(case | {"model": "broad"} for case in OFFLOADED)],
-        {"owners_per_matrix": 2},
-    ),
     "AutoTP": Setting(
         AUTOTP,
         [
             *grid((0, 1, 2, 3), (2, 4), model="llama"),
             {"stage": 2, "world": 4, "model": "gated"},
             {"stage": 3, "world": 4, "model": "llama", "offload": True},
-            *grid((0, 1, 3), model="llama", keys={"owners_per_matrix": 2}),
         ],
         moves={"tp": 1},
     ),

@@ -4,7 +4,6 @@
 Both live until the connection to their parent ends, a rank also until the process that started it is gone.
 """
 
-import dataclasses
 import faulthandler
 import gc
 import os
@@ -14,11 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -71,9 +69,8 @@ def join(collective_timeout: float) -> None:
     logger.setLevel("WARNING")
     without_races()
     if "deepspeed.muon" in sys.modules:  # else the ranks are to run stock DeepSpeed
-        # Where broadcasts cost nothing, ranks share the work of small models too.
-        planning = import_module("deepspeed.muon.plan.plan")
-        planning.is_worth_sharing = partial(without_latency, planning.is_worth_sharing)
+        # Without the latency of a collective, ranks share the work of small models too.
+        import_module("deepspeed.muon.plan.cost").CPU_CALL = 0.0
     # torch computes float16 on every CPU; DeepSpeed refuses the CPUs without mkldnn kernels for it.
     get_accelerator().is_fp16_supported = lambda: True
     # The shared-memory op serves inference only and would cost a C++ build.
@@ -86,11 +83,6 @@ def join(collective_timeout: float) -> None:
     _mend_gathers()
     # One for all jobs: engines of DeepSpeed's AdamW at stage 3 are never freed, and keep the one they were made with.
     import_module("deepspeed.utils.groups")._clone_world_group()
-
-
-def without_latency(is_worth_sharing: Callable, plan: Any, cost: Any) -> bool:
-    """Decide whether ranks share work as if no result travelled in any broadcast."""
-    return is_worth_sharing(dataclasses.replace(plan, rounds=[]), cost)
 
 
 def _mend_gathers() -> None:

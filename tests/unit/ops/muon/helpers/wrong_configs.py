@@ -88,7 +88,6 @@ PARAMS: list[dict[str, Any]] = [
     {"preset": "nanochat", "rms_scale": 0.2},
     {"ns_normalization": "aol", "ns_dtype": "fp16"},
     {"normuon": True, "muon_plus": "rows"},
-    {"normuon": True, "owners_per_matrix": 2},
 ]
 
 

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """No rank waits for a collective that another rank never calls, and no bucket is written over another one."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.step.partition_step import PartitionStep
 from helpers.jobs import random_job
+from helpers.loop import run_loop
 
 PHASES = ["open", "prepare", "send", "wait", "orthogonalize", "send_back", "wait_back", "apply"]
 
@@ -47,10 +45,8 @@ def check_loop(plan: Plan, is_staged: bool, slots: int) -> None:
 
 def calls_of(plan: Plan, is_staged: bool) -> list[tuple[str, Any]]:
     """Return (phase, arguments) for each call of a step; the buffers of a bucket are its number."""
-    log, step = Mock(is_staged=is_staged), PartitionStep.__new__(PartitionStep)
+    log = Mock(is_staged=is_staged)
     log.allocate.side_effect = lambda _, slots: [*range(slots)]
     log.open.side_effect = lambda _, number, memory, slot: number
-    step.__dict__ |= {"plan": plan, "exchange": log, "_is_int8": False}
-    step.__dict__ |= {f"_{name}": getattr(log, name) for name in ("prepare", "orthogonalize", "apply")}
-    step.run(SimpleNamespace(buffers={}, phase=nullcontext))
+    run_loop(plan, log, prepare=log.prepare, orthogonalize=log.orthogonalize, apply=log.apply)
     return [(name, args) for name, args, _ in log.mock_calls]
