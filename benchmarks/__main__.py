@@ -19,7 +19,6 @@ BENCHMARKS = {
     "saves": ("checkpoints", "saves and loads beside AdamW's, and beside what the disk needs for the bytes"),
     "clip": ("attention", "a training step with QK-clip, by how logits are found"),
     "engines": ("engines", "what engine after engine leaves in one process, beside AdamW"),
-    "records": ("records", "a training step with and without a record of the monitor"),
     "ns": ("ns", "Newton-Schulz by method, dtype and shape: time and error, ours and others'"),
     "roofline": ("roofline", "what this machine can do, and the least time of a step on it"),
     "loss": ("learning", "held-out loss against seconds, by optimizer or dtype of the momentum"),

@@ -33,7 +33,7 @@ from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.routing import route, shapes_of, tag_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.monitor.step_stats import StepStats
+from deepspeed.muon.monitor import StepStats
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import (
     check_decay_rates,
@@ -518,10 +518,4 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
-        if self._stats is not None:
-            self._stats.after_adamw(
-                (adamw.sum_of_squared_updates(state, group, fragment), fragment.numel)
-                for tensor, state in zip(tensors, states, strict=True)
-                for fragment in self._fragments[tensor]
-            )
         return frozenset()

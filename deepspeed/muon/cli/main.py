@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``ds_muon`` and its subcommands: init, plan, report, import and plot."""
+"""The command ``ds_muon`` and its subcommands: init, plan, report and import."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.parser import REPORT, parser
 from deepspeed.muon.cli.plan_tables import aligned, plan_text, rows_of
-from deepspeed.muon.cli.plot import plot
 from deepspeed.muon.cli.report import as_text, check_launch, environment
 from deepspeed.muon.forecast.estimate import (
     Estimate,
@@ -49,7 +48,7 @@ from deepspeed.muon.zero.checkpoint.from_stock import convert
 from deepspeed.muon.zero.read_config import Settings, find_ds_config, parse_file, read_settings
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
-USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
+USER_ERRORS += (errors.SettingsError, errors.UnsupportedError)
 SHARE = (
     "Muon's share of a step: forward and backward take 6 operations per parameter and token (4 if frozen), without "
     "recomputation, at the rate of Newton-Schulz; kernels compute one triangle of large symmetric products; "
@@ -145,11 +144,6 @@ def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         f"tensors, saved at stage {facts['stage']}. Load it with the tag {args.target.name} and "
         '"checkpoint": {"load_universal": true}'
     )
-
-
-def _plot(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    facts = plot(args.run_folder, args.out)
-    return facts, f"{facts['file']}: {len(facts['panels'])} panels from {facts['records']} records"
 
 
 @without_collector()
@@ -285,4 +279,4 @@ def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> di
 
 
 #: Subcommand -> function that returns (object to print as JSON, text to print without ``--json``).
-RUN = {"init": _init, "plan": _plan, "report": _report, "import": _import, "plot": _plot}
+RUN = {"init": _init, "plan": _plan, "report": _report, "import": _import}

@@ -24,12 +24,16 @@ REPORT = "ds_muon_report.md"
 TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
 ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
+#: Removed command or flag -> what to do instead.
+REMOVED = {
+    "plot": "TensorBoard, W&B or any viewer of CSV files draws the six values that DeepSpeed's monitor gets",
+}
 CHECK = "prove that the collectives of all ranks match in order and size; 1,024 ranks take about 20 s at stage 3"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser of the command ``ds_muon``, with all subcommands."""
-    title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import, plot"
+    title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import"
     version = runpy.run_path(str(Path(__file__).parents[1] / "version.py"))["__version__"]
     top = _Parser("ds_muon", description=title)
     top.add_argument("--version", action="version", version=f"deepspeed-muon {version}")
@@ -63,10 +67,7 @@ def parser() -> argparse.ArgumentParser:
     take.add_argument(
         "--to", required=True, type=Path, dest="target", help="new folder for one tag of the new checkpoint"
     )
-    draw = commands.add_parser("plot", help="a picture of what a run has written through DeepSpeed's monitor")
-    draw.add_argument("run_folder", type=Path, metavar="RUN", help="output_path/job_name of csv_monitor or tensorboard")
-    draw.add_argument("--out", type=Path, help="the PNG file (default: muon.png in RUN)")
-    for command in (init, plan, report, take, draw):
+    for command in (init, plan, report, take):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
@@ -83,7 +84,8 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        removed = (f"{name} is removed; {text}" for name, text in REMOVED.items() if f"choice: {name!r}" in message)
+        self.exit(2, f"{self.prog}: {next(removed, message)}\n")
 
 
 def _positive(text: str) -> int:

@@ -36,7 +36,7 @@ from deepspeed.muon.math.momentum_storage import MOMENTUM, Blocks, Fragment, Sta
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.wide_arithmetic import in_fp32
-from deepspeed.muon.monitor.step_stats import ABSENT, StepStats
+from deepspeed.muon.monitor import StepStats
 from deepspeed.muon.plan.bucket import Bucket, ShardRun, Span
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.plan.program import Collective, Look, NewtonSchulz, Program, program_of
@@ -83,6 +83,7 @@ class PartitionStep:
         scale: function of a matrix's (rows, columns) that returns the factor of its update.
         settings: a text of all settings that the bits of the results depend on, for :attr:`digest`.
         sharers: number of ranks that share the parameters or hold copies of them; statistics are divided by it.
+        copies: number of ranks that each hold all of the partition's elements; 1 if ranks hold parts of them.
         owner_counts: {matrix shape, such as ``16x64``: number of ranks that own such a matrix together}, where it is
             more than one. Checkpoints store it.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
@@ -100,6 +101,7 @@ class PartitionStep:
     scale: Callable[[int, int], float]
     settings: str
     sharers: int
+    copies: int
     owner_counts: dict[str, int]
     blocks: Mapping[Tensor, Blocks]
     second_moments: SecondMoments
@@ -202,7 +204,7 @@ class PartitionStep:
         self._absent = self.gradients.without_gradient(self._group["params"], operation)
         if self._stats is not None:
             # All ranks that share the plan count the same matrices, and their counts are added up.
-            self._stats.add(ABSENT, len(self._absent) / self.sharers, 0)
+            self._stats.without_gradient += len(self._absent) / self.sharers
 
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
@@ -349,15 +351,13 @@ class PartitionStep:
 
         ``calls``: the planned collectives among ranks that own matrices together, in order.
         """
-        how, rules, stats = self.newton_schulz, self.rules, self._stats
+        how, rules = self.newton_schulz, self.rules
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
             # Rules need whole rows and columns; the plan therefore gives each matrix one owner if there are rules.
             if rules is not None:
                 rules.apply_before(matrices, batch.axis, self._work)
-            if stats is not None:
-                stats.before_newton_schulz(batch.names, matrices)
             rows, cols = batch.shape
             kernels = self.kernels(rows, cols)
             if batch.owners > 1:
@@ -372,8 +372,6 @@ class PartitionStep:
                 normalization=self.config.ns_normalization,
                 gram_axis=batch.gram_axis,
             )
-            if stats is not None:
-                stats.after_newton_schulz(batch.names, matrices)
             if rules is not None:
                 rules.apply_after(matrices, batch.axis, self.second_moments.of_matrices(batch.names), self._work)
 
@@ -385,8 +383,7 @@ class PartitionStep:
         The weights decay, and learning rate x scale x result is subtracted.
         """
         if self._stats is not None:
-            cautious = self.config.cautious_weight_decay
-            self._stats.before_apply(self._updates(buffers), self._group, cautious)
+            self._stats.before_apply(self._updates(buffers), self._lr, self.copies)
         for call in self.calls[buffers.index]:
             tensor: Tensor = self._group["params"][call.tensor]
             # As in torch's optimizers, weights without a gradient do not decay either.
@@ -452,8 +449,8 @@ class PartitionStep:
             if run.matrix not in self._absent:
                 yield run, buffers.slice_of(index)
 
-    def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield (parameter name, weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
+    def _updates(self, buffers: BucketBuffers) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield (weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
 
         Weights and result are 1-D.
         """
@@ -462,4 +459,4 @@ class PartitionStep:
             if tensor.grad is not None:
                 for run, update in self._present_runs(call, buffers):
                     weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
-                    yield run.parameter, weights, update, call.scale
+                    yield weights, update, call.scale

@@ -20,7 +20,7 @@ from deepspeed.muon.exchange.watchdog import start_watchdog
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.math.choice import Rates, lowest_rates
-from deepspeed.muon.monitor.write_records import Recorder
+from deepspeed.muon.monitor import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.owners import count_ranks_per_node
 from deepspeed.muon.step.binding import StepContext

@@ -92,7 +92,6 @@ LONGER_LINES = [
     "launches --models llama3-1b --stages 3",
     "clip --layers 1 --hidden 32 --heads 2 --tokens 16 --rounds 1",
     "owners --worlds 2 --repeats 1 --steps 1 --hidden 256",
-    "records --layers 1 --hidden 32 --heads 2 --tokens 16 --rounds 1",
     "saves --width 32 --layers 1 --rounds 1",
     "single --layers 1 --hidden 32 --rounds 1",
     "step --cases 3 --repeats 1 --steps 1 --warmup 1 --layers 1 --hidden 32",

@@ -338,6 +338,13 @@ def test_wrong_flags(flags: list[str], words: str, plan: Command) -> None:
     plan(*flags).must_refuse("plan", words)
 
 
+def test_a_removed_command_says_what_to_do_instead(ds_muon: Command) -> None:
+    words = (
+        "ds_muon: plot is removed; TensorBoard, W&B or any viewer of CSV files draws the six values that DeepSpeed's"
+    )
+    assert ds_muon("plot", "logs/run") == (2, "", f"{words} monitor gets\n")
+
+
 # ---- warnings about the config --------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
     """Weights after three steps, and kernels of the last one as planned and as traced."""
     from benchmarks.launches import Launches, launches_of, noted, traced
     from deepspeed.muon.kernels import selection as module
-    from deepspeed.muon.monitor.step_stats import SIZES, StepStats
+    from deepspeed.muon.monitor import StepStats
 
     choose = module.choose
 
@@ -46,14 +46,14 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
             stats = StepStats(lambda: None)
             with optimizer.observed(stats=stats):
                 engine.step()
-            sums = stats.sums([*SIZES.values()])
+            sizes = [value for name, value in stats.of_all_ranks().items() if name != "newton_schulz_seconds"]
         else:
             found = traced(engine.step)
     counts = [launches_of(b.plan.buckets, b.scale, together) for b in optimizer._steps.values()]
     wanted = Launches(*map(sum, zip(*counts, strict=True)))
     if momentum_dtype == "bf16":  # whose random numbers are drawn run by run
         wanted = wanted._replace(prepare=sum(len(bucket.runs) for plan in optimizer.plans for bucket in plan.buckets))
-    weights = fp32_weights(engine) | {"squares": sums.float()}  # summed run by run, in the order of the calls
+    weights = fp32_weights(engine) | {"sizes": torch.tensor(sizes)}  # summed run by run, in the order of the calls
     engine.destroy()
     return weights, tuple(wanted), tuple(found)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from helpers.distributed import RankError, run
 from helpers.engine_state import differing, snapshot
 from helpers.parity import update_error
-from helpers.records import of_parameters, records, sections
 from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
 from helpers.universal import convert
 
@@ -179,25 +178,6 @@ def test_all_ranks_make_all_groups_when_bound(stages: bool, sets: list[tuple[int
     for rank in run(groups_made, 4, stages=stages):
         assert rank["at_bind"] == [(ranks, timedelta(minutes=1), False) for ranks in sets]
         assert rank["in_step"] == []
-
-
-def record(folder: str, owners: int) -> None:
-    section = sections(folder, 1, {"owners_per_matrix": owners})
-    engine = make_engine(FixedGradients(SHAPES), ds_config(stage=3, clip=0.0, **section))
-    for number in range(len(SHAPES)):
-        step(engine, number)
-    engine.destroy()
-
-
-def test_records_are_those_of_whole_matrices(tmp_path: Path) -> None:
-    """Singular values are known of the one matrix that no ranks share."""
-    for owners in (1, 2):
-        run(record, 2, folder=str(tmp_path / str(owners)), owners=owners)
-    alone, several = (of_parameters(records(tmp_path / str(owners))) for owners in (1, 2))
-    measured = {name for name in several if name.startswith("orthogonality_error")}
-    assert len(measured) == 1 and len([name for name in alone if name.startswith("orthogonality_error")]) == 6
-    for name in several:
-        assert dict(several[name]) == pytest.approx(dict(alone[name]), rel=1e-4), name
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------
