@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,8 @@ from deepspeed.muon.cli.parser import REPORT, parser
 from deepspeed.muon.cli.plan_tables import aligned, plan_text, rows_of
 from deepspeed.muon.cli.report import as_text, check_launch, environment
 from deepspeed.muon.forecast.estimate import (
-    Estimate,
     check_plan,
     estimate,
-    milliseconds,
     per_rank,
     share_of_step,
     step_operations,
@@ -36,16 +33,13 @@ from deepspeed.muon.forecast.estimate import (
     totals,
 )
 from deepspeed.muon.forecast.layout import group_specs
-from deepspeed.muon.forecast.measured import measure, training_tflops
-from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
-from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.matrices.routing import head_note
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.tuning import Candidates
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
-from deepspeed.muon.zero.read_config import Settings, find_ds_config, parse_file, read_settings
+from deepspeed.muon.zero.read_config import find_ds_config, parse_file, read_settings
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
 USER_ERRORS += (errors.SettingsError, errors.UnsupportedError)
@@ -158,8 +152,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     settings = read_settings(args.config, section, args.world_size, args.stage)
     config, device = settings.config, torch.device(args.device)
     layout = dataclasses.replace(settings.layout, ranks_per_node=args.ranks_per_node)
-    candidates = Candidates.from_config(config, {}, {config.ns_method}, device, has_bf16=True)
-    dtype = candidates.default_dtype
+    dtype = Candidates.from_config(config, {}, {config.ns_method}, device, has_bf16=True).default_dtype
     model = build(args.model)
     try:
         groups = group_specs(model, config)
@@ -177,7 +170,6 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     )
     found = estimate(groups, layout, config, memory)
     checked = check_plan(found, config, memory) if args.check else None
-    measured = _measured(found, settings, candidates) if args.measured else None
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
@@ -194,8 +186,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "parameters": rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
         "totals": {"muon": totals(groups, True), "adamw": totals(groups, False)},
         "per_rank": per_rank(found),
-        "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens, measured),
-        "measured": measured,
+        "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens),
         "checked": checked,
         "ok": checked is None or checked["fault"] is None,
         "planning_seconds": round(found.planning_seconds, 3),
@@ -224,58 +215,18 @@ def _operations_per_token(model: torch.nn.Module, active: int | None) -> float:
     return sum(numel * each for numel, each in sizes) * (active or total) / total
 
 
-def _share(
-    muon: dict[str, float], per_token: float, tokens: int | None, measured: dict[str, Any] | None
-) -> dict[str, Any]:
+def _share(muon: dict[str, float], per_token: float, tokens: int | None) -> dict[str, Any]:
     """Return the object ``share`` of ``ds_muon plan --json``: Muon's share of a step, by tokens per rank and step.
 
     ``muon``: result of :func:`step_operations`. ``per_token``: operations of forward and backward for one token.
-    ``tokens``: the flag ``--tokens``. ``measured``: the object of that name.
+    ``tokens``: the flag ``--tokens``.
     """
-    rows = []
-    for count in sorted({*TOKENS, *([tokens] if tokens else ())}):
-        row = {"tokens": count, "counted": share_of_step(sum(muon.values()), per_token, count), "measured": None}
-        if measured:
-            seconds = sum(measured["step_ms"].values()) / 1e3
-            row["measured"] = share_of_step(seconds, per_token / (measured["training"]["tflops"] * 1e12), count)
-        rows.append(row)
+    rows = [
+        {"tokens": count, "counted": share_of_step(sum(muon.values()), per_token, count)}
+        for count in sorted({*TOKENS, *([tokens] if tokens else ())})
+    ]
     gflop = {f"{name}_gflop": value / 1e9 for name, value in muon.items()}
     return {**gflop, "gflop_per_token": per_token / 1e9, "by_tokens": rows}
-
-
-def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
-    """Time the computation of a step on this machine, and return the object ``measured`` of ``ds_muon plan --json``.
-
-    ``found``: the planned step. ``candidates``: the dtypes and methods of Newton-Schulz to choose from, and the device.
-    Raise SettingsError if the device is a GPU, but torch sees none.
-    """
-    device = candidates.device
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise errors.SettingsError(
-            "--measured times this machine's GPU, but torch sees no GPU; add --device cpu to time the CPU"
-        )
-    config, shards = settings.config, torch.device("cpu") if settings.offload else device
-    unavailable = unavailable_kernels(config.kernels, {device.type, shards.type})
-    kernels = choose(unavailable)
-    began = time.perf_counter()
-    machine, shapes = measure(
-        found.groups,
-        dataclasses.replace(candidates, tables=product_tables(unavailable, device.type)),
-        DTYPES[config.wire],
-        shards,
-        kernels,
-        world_size=found.world_size,
-    )
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"this CPU, threads: {torch.get_num_threads()}"
-    return {
-        "device": name,
-        "kernels": kernels.name,
-        "seconds": round(time.perf_counter() - began, 1),
-        "machine": dataclasses.asdict(machine) | {"network": None},  # one process cannot measure it
-        "shapes": [dataclasses.asdict(shape) for shape in shapes],
-        "step_ms": milliseconds(found, machine),
-        "training": training_tflops(found.groups, settings.dtype, device),
-    }
 
 
 #: Subcommand -> function that returns (object to print as JSON, text to print without ``--json``).

@@ -23,10 +23,10 @@ LIVE = "under a launcher: also train a small model on all ranks at every stage, 
 REPORT = "ds_muon_report.md"
 TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
 ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
-MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
 #: Removed command or flag -> what to do instead.
 REMOVED = {
     "plot": "TensorBoard, W&B or any viewer of CSV files draws the six values that DeepSpeed's monitor gets",
+    "--measured": "the plan counts operations and bytes, and a short run shows the milliseconds",
 }
 CHECK = "prove that the collectives of all ranks match in order and size; 1,024 ranks take about 20 s at stage 3"
 
@@ -56,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--tokens", type=_positive, help=TOKENS)
     plan.add_argument("--active-parameters", type=_positive, metavar="N", help=ACTIVE)
-    plan.add_argument("--measured", action="store_true", help=MEASURED)
     plan.add_argument("--check", action="store_true", help=CHECK)
     report = commands.add_parser("report", help=ABOUT_REPORT)
     report.add_argument("--live", action="store_true", help=LIVE)
@@ -97,4 +96,6 @@ def _positive(text: str) -> int:
 def _about_unknown(flag: str, known: list[str]) -> str:
     from deepspeed.muon.config.messages import did_you_mean
 
+    if flag in REMOVED:
+        return f"{flag} is removed; {REMOVED[flag]}"
     return f"unknown flag {flag}; {did_you_mean(flag, known, 'known: ' + ' '.join(known))}"

@@ -218,7 +218,6 @@ class StepCost:
         between_bytes: bytes that the rank sends to other owners of the same matrix.
         rounds: number of buckets that are sent.
         collectives: number of collectives that send buckets.
-        runs: number of pieces of matrices on the rank that stores most pieces.
         demands: ``demands[rank][bucket]``, the sizes from which the rank's scratch memory is computed.
         storages: for each bucket the index of the buffers that it uses; buckets take turns.
         moment_bytes: bytes of NorMuon's second moments, which owners store.
@@ -234,7 +233,6 @@ class StepCost:
     between_bytes: list[float]
     rounds: int
     collectives: int
-    runs: int
     demands: list[list[Demand]]
     storages: list[int]
     moment_bytes: list[int]
@@ -278,7 +276,6 @@ def step_cost(
         between_bytes=between_bytes,
         rounds=plan.exchanges,
         collectives=collectives if any(traffic.sent) else 0,
-        runs=traffic.runs,
         demands=demands_of(plan),
         storages=plan.storages(staged or any(traffic.sent)),
         moment_bytes=moment_bytes,
@@ -289,13 +286,11 @@ class _Traffic(NamedTuple):
     """The communication of a step, in elements. A matrix's owners are the ranks that orthogonalize it.
 
     ``sent``: for each rank, how many elements it sends to owners and, as an owner, back. ``least``: the sum of ``sent``
-    if each matrix were owned by the rank that stores most of it. ``runs``: number of pieces of matrices on the rank
-    that has most pieces.
+    if each matrix were owned by the rank that stores most of it.
     """
 
     sent: list[int]
     least: int
-    runs: int
 
 
 def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
@@ -303,12 +298,12 @@ def _broadcast_traffic(owned: OwnedBlocks, copies: int) -> _Traffic:
     sent = [0] * copies
     for owner, item in owned:
         sent[owner] += item.block.numel * (copies - 1)
-    return _Traffic(sent, sum(sent), len(owned))
+    return _Traffic(sent, sum(sent))
 
 
 def _gather_traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
     """Return the traffic if matrices are sharded, so that ranks send their pieces to owners and get results back."""
-    sent, runs, least = [0] * world_size, [0] * world_size, 0
+    sent, least = [0] * world_size, 0
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in owned:
         alike.setdefault(item.spread, (item, []))[1].append(owner)
@@ -319,5 +314,4 @@ def _gather_traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
             sent[owner] += item.block.numel - 2 * held.get(owner, 0)
         for rank, elements in held.items():
             sent[rank] += len(owners) * elements
-            runs[rank] += len(owners)
-    return _Traffic(sent, least, max(runs, default=0))
+    return _Traffic(sent, least)

@@ -81,17 +81,12 @@ def test_the_repository_names_no_benchmark_that_is_gone() -> None:
 
 
 LINES = [
-    "memory --models llama3-8b --worlds 8 --stages 1",
     "ns --shapes 2x16x48 --limit 0.05",
     "roofline --matrices 2x8x8",
-    "scaling --models gpt2-xl --worlds 8 --stages 3 --measured 0",
-    "host --matrices 12 --ranks 2 --steps 1",
     "share --width 32 --layers 1 --windows 16 --rounds 1",
 ]
 LONGER_LINES = [
-    "launches --models llama3-1b --stages 3",
     "clip --layers 1 --hidden 32 --heads 2 --tokens 16 --rounds 1",
-    "owners --worlds 2 --repeats 1 --steps 1 --hidden 256",
     "saves --width 32 --layers 1 --rounds 1",
     "single --layers 1 --hidden 32 --rounds 1",
     "step --cases 3 --repeats 1 --steps 1 --warmup 1 --layers 1 --hidden 32",

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from deepspeed.muon.cli import report
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.errors import ModelError
-from deepspeed.muon.forecast import measured
 from deepspeed.muon.seam import Seam
 from deepspeed.muon.zero import patches
 from deepspeed.muon.zero.read_config import Settings, read_settings
@@ -99,7 +97,7 @@ def test_folding_keeps_unlike_parameters_apart(plan: Command) -> None:
 
 KEYS = {
     "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
-    "per_rank share measured checked ok planning_seconds stock_tuning stock_clipping assumptions notes",
+    "per_rank share checked ok planning_seconds stock_tuning stock_clipping assumptions notes",
     "per_rank": "state_bytes sent_bytes between_owners_bytes newton_schulz_gflop imbalance parts rounds collectives "
     "scratch_bytes",
     "share": "newton_schulz_gflop communication_gflop gflop_per_token by_tokens",
@@ -116,7 +114,6 @@ def test_json_is_one_object_with_stable_keys(plan: Command) -> None:
     assert facts["per_rank"]["sent_bytes"]["least_mean"] == 4 * 12 * 64 * 256 * 3 / 16
     assert facts["per_rank"]["imbalance"] == 1.0, "12 matrices of equal cost over 4 ranks"
     assert [row["cost"] for row in facts["parameters"] if row["rule"] == "Muon"] == [0.5, 0.5], "6 + 6 of one shape"
-    assert facts["measured"] is None, "no milliseconds without --measured"
     rows = plan("--json", "--all").facts["parameters"]
     assert [row["count"] for row in rows] == [1] * 27
     assert [len(row["owners"]) for row in rows if row["rule"] == "Muon"] == [1] * 12
@@ -168,7 +165,6 @@ def test_the_table_of_shares_has_a_column_for_the_given_tokens(plan: Command) ->
     percent = [100 * muon / (muon + 6 * sum(NUMEL) * tokens) for tokens in (20, 1024, 4096, 16384, 65536)]
     texts = [f"{value:.{digits}f}" for value, digits in zip(percent, (0, 1, 1, 2, 2), strict=True)]
     assert shares.split("  ", 1)[1].replace("%", "").split() == texts
-    assert "at measured rates" not in out
 
 
 def test_check_proves_the_collectives_of_all_ranks(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,28 +185,6 @@ def test_flags_win_over_the_config(plan: Command) -> None:
     assert "each rank" not in plan("--stage", "3").out, "there the ranks divide the matrices"
     text = plan("--world-size", "1").out
     assert "nothing: every matrix lies whole in the shard of one rank" in text and "each rank" not in text
-
-
-def test_measured_milliseconds(plan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From rates of this process on its own device, without an exchange; their sum of shapes is the model's."""
-    monkeypatch.setattr(measured, "LARGE_RUN", 2**14)
-    optimizer = OPTIMIZER | {"params": {"ns_dtype": "fp32", "kernels": "torch"}}
-    config = {"optimizer": optimizer, "bf16": {"enabled": True}}
-    facts = plan("--json", "--measured", "--device", "cpu", **config).facts
-    found = facts["measured"]
-    assert " ".join(found) == "device kernels seconds machine shapes step_ms training"
-    assert (found["kernels"], found["machine"]["network"]) == ("torch", None)
-    assert (sum(shape["count"] for shape in found["shapes"]), found["shapes"][0]["dtype"]) == (12, "fp32")
-    gflop = facts["per_rank"]["newton_schulz_gflop"]["max"]
-    assert found["step_ms"]["newton_schulz"] == pytest.approx(gflop / found["machine"]["tflops"])
-    assert found["training"]["dtype"] == "bf16" and found["training"]["run_as"] == [512, 256, 64]
-    muon, training = sum(found["step_ms"].values()), 1024 * facts["share"]["gflop_per_token"]
-    share = muon / (muon + training / found["training"]["tflops"])
-    assert facts["share"]["by_tokens"][0]["measured"] == pytest.approx(share)
-    lines = plan("--measured", "--device", "cpu", **config).out.splitlines()
-    assert sum(line.startswith(("  at measured rates  ", "  forward and backward  ")) for line in lines) == 2
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    plan("--measured").must_refuse("plan", "torch sees no GPU; add --device cpu")
 
 
 def test_the_config_is_read_as_the_engine_reads_it(plan: Command) -> None:
@@ -323,6 +297,7 @@ def test_mistakes_are_named_as_they_are_written(given: dict[str, Any], words: st
     ("flags", "words"),
     [
         (["--wrld-size", "4"], "unknown flag --wrld-size; did you mean --world-size?"),
+        (["--measured"], "--measured is removed; the plan counts operations and bytes, and a short run shows the"),
         (["--world-size", "0"], "--world-size: got '0', expected a whole number of at least 1"),
         (["--tokens", "0"], "--tokens: got '0', expected a whole number of at least 1"),
         (

@@ -9,33 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.scaling import GPU, Network, messages, phases
 from deepspeed.muon.cli import main
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.forecast import measured as forecast_measured
-from deepspeed.muon.forecast.estimate import Machine, estimate, milliseconds, per_rank, step_operations, stock_clipping
+from deepspeed.muon.forecast.estimate import estimate, per_rank, step_operations, stock_clipping
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, group_specs, lay_out
-from deepspeed.muon.forecast.measured import ShapeRate, measure
-from deepspeed.muon.kernels import reference
 from deepspeed.muon.math.choice import counted_method
-from deepspeed.muon.math.newton_schulz import METHODS, flops
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.plan.memory import peak
-from deepspeed.muon.plan.plan import Plan
-from deepspeed.muon.tuning import Candidates
+from deepspeed.muon.plan.memory import Memory, peak
 from helpers.distributed import run
 from helpers.forecasts import STEPS, bound, check_against_the_engine, forecast
 from helpers.models import MODELS
 from helpers.paths import ROOT
 from helpers.plans import counted_cost, demand_of, make_plan, specs
-from helpers.racing import opinion
 from helpers.training import FP32_GRADIENTS, PARAMS, with_params
 
+GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 CASES: list[tuple[str, Layout, dict[str, Any]]] = [
     *((model, Layout(stage, world), {}) for model in ("mlp", "gpt") for stage in (1, 2, 3) for world in (1, 2, 3)),
     *((model, Layout(stage, 3), {}) for model in ("tied", "frozen", "few") for stage in (0, 2, 3)),
@@ -146,7 +138,7 @@ def test_sums_and_memory_of_all_ranks_are_those_of_the_plans(
     sub_group: int,
     bucket_bytes: int | None,
 ) -> None:
-    """Memory: exactly where each bucket of an owner has one matrix, else no less; so are messages of one matrix."""
+    """Memory: exactly where each bucket of an owner has one matrix, else no less."""
     groups, layout = [group(shapes, split)], Layout(stage, world_size, sub_group, alignment=alignment)
     found = estimate(groups, layout, parse({"bucket_bytes": bucket_bytes} if bucket_bytes else {}), GPU)
     parts: list[list[Any]] = [[] for _ in range(world_size)]
@@ -164,26 +156,10 @@ def test_sums_and_memory_of_all_ranks_are_those_of_the_plans(
         assert (step.plan.owners, step.rounds) == (plans[0].of_all.owners, plans[0].of_all.exchanges)
         batches = [[b for bucket in plan.buckets for b in bucket.batches] for plan in plans]
         assert step.flops == [sum(b.count * cost.flops(b.rows, b.cols) for b in owned) for owned in batches]
-        if split:  # a part of columns is several runs, and one in the forecast
-            continue
-        assert step.runs == max(sum(len(bucket.runs) for bucket in plan.buckets) for plan in plans)
-        sent = [sum(sum(others(b.send_counts, p) + others(b.receive_counts, p)) for b in p.buckets) for p in plans]
-        assert max(sent) <= messages(step) <= 2 * step.rounds * (world_size - 1)
-        if len(part.items) == 1:
-            assert messages(step) == max(sent)
     peaks = [peak(of_rank, GPU).total for of_rank in parts]
     assert found.peak.total >= max(peaks)
     if bucket_bytes == 1:
         assert found.peak.total == max(peaks)
-
-
-def others(counts: tuple[int, ...], plan: Plan) -> list[bool]:
-    """Whether anything goes to each rank but the plan's own."""
-    return [bool(count) for rank, count in enumerate(counts) if rank != plan.rank]
-
-
-MACHINE = Machine(tflops=2.0, muon_ns=3.0, adamw_ns=5.0, run_us=11.0)
-NETWORK = Network(gbs=0.5, latency_us=7.0, message_us=3.0, near_gbs=2.0, near_latency_us=1.0)
 
 
 def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
@@ -192,7 +168,6 @@ def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
     assert facts["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
     gflop = facts["newton_schulz_gflop"]
     assert gflop["mean"] == gflop["max"] == sum(found.costs[0].flops) / 1e9 > 0
-    assert phases(found, MACHINE, NETWORK)["exchange"] == 0.0
 
 
 def test_each_part_waits_for_its_own_busiest_rank() -> None:
@@ -201,23 +176,6 @@ def test_each_part_waits_for_its_own_busiest_rank() -> None:
     first, second = found.costs
     costs = [dataclasses.replace(first, flops=[6.0, 0.0]), dataclasses.replace(second, flops=[0.0, 6.0])]
     assert per_rank(dataclasses.replace(found, costs=costs))["imbalance"] == 2.0
-
-
-def test_milliseconds_follow_the_machine() -> None:
-    """Elementwise passes, then the longer of the other two and one round's share of the shorter."""
-    muon = group([(8192, 8192)] * 4)
-    adamw = GroupSpec(use_muon=False, specs=(MatrixSpec("e", (10, 10), False, "test"),))
-    found = estimate([muon, adamw], Layout(3, 2), parse({}), GPU)
-    (cost,) = found.costs
-    step = phases(found, MACHINE, NETWORK)
-    assert step["elementwise"] == pytest.approx((cost.part.numel * 3 + 50 * 5) / 1e6 + 4 * 11e-3)
-    assert step["newton_schulz"] == pytest.approx(max(cost.flops) / 2e9)
-    assert step["exchange"] == pytest.approx(max(cost.sent_bytes) / 0.5e6 + 2 * cost.rounds * 7e-3 + 4 * 3e-3)
-    longer, shorter = step["newton_schulz"], step["exchange"]
-    assert (cost.rounds, longer > shorter) == (2, True)
-    assert step["total"] == pytest.approx(step["elementwise"] + longer + shorter / 2)
-    without_network = {name: step[name] for name in ("elementwise", "newton_schulz")}
-    assert phases(found, MACHINE, None) == milliseconds(found, MACHINE) == without_network
 
 
 def test_operations_of_a_step_on_an_accelerator() -> None:
@@ -240,55 +198,6 @@ def test_owners_of_one_matrix_wait_for_each_other() -> None:
     exchange = 8000 * max(cost.sent_bytes) + 8e9 * cost.collectives
     assert between > 0 and cost.rounds == 1
     assert step_operations(found, STEPS, GPU)["communication"] == pytest.approx(between + exchange)
-
-
-# ---- measured -------------------------------------------------------------------------------------------
-
-CPU = torch.device("cpu")
-
-
-def measured(muon: GroupSpec, world_size: int = 1, seconds: float = 0.05) -> tuple[Machine, list[ShapeRate]]:
-    candidates = Candidates(("fp32",), METHODS, {"torch": reference.OPERATIONS}, STEPS, CPU)
-    return measure([muon], candidates, torch.float32, CPU, reference.OPERATIONS, world_size, seconds)
-
-
-@pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
-def test_rates_are_those_of_what_a_run_chooses(momentum_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rate of a model is that of its matrices one after the other. A race that bf16 wins; counted is fp32."""
-    monkeypatch.setattr(forecast_measured, "LARGE_RUN", 2**18)  # far above the noise of a launch
-    candidates = Candidates(("fp32", "bf16"), METHODS, {"torch": reference.OPERATIONS}, STEPS, CPU)
-    muon = dataclasses.replace(group([(64, 64)] * 3 + [(16, 128)]), momentum_dtype=momentum_dtype)
-    with opinion(lambda dtype, table: 1.0 if dtype == "fp32" else 2.0):
-        machine, rates = measure([muon], candidates, torch.float32, CPU, reference.OPERATIONS, 1, 0.05)
-    assert min(machine.tflops, machine.muon_ns, machine.adamw_ns, machine.run_us) > 0
-    assert {(rate.rows, rate.method, rate.dtype) for rate in rates} == {(64, "standard", "bf16"), (16, "gram", "bf16")}
-    spent = sum(
-        rate.count * flops(rate.rows, rate.cols, STEPS, rate.method, rate.dtype) / rate.tflops for rate in rates
-    )
-    counted = 3 * flops(64, 64, STEPS, "standard", "fp32") + flops(16, 128, STEPS, "gram", "fp32")
-    assert machine.tflops == pytest.approx(counted / spent)
-
-
-def test_a_shape_that_would_take_too_long_is_measured_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that advances by the operations, 10^12 a second: half of 0.1 s holds 5 calls of 512 x 1024 at 6 ms."""
-    now, calls = [0.0], []
-
-    def orthogonalize(x: torch.Tensor, schedule: object, method: str, *rest: object) -> None:
-        now[0] += x.size(0) * flops(x.size(1), x.size(2), STEPS, method, "fp32") / 1e12
-        calls.append(tuple(x.shape))
-
-    monkeypatch.setattr(forecast_measured, "orthogonalize", orthogonalize)
-    monkeypatch.setattr(forecast_measured.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(forecast_measured, "_muon_pass", lambda numel, *rest: numel * 1e-9)
-    monkeypatch.setattr(forecast_measured, "_adamw_pass", lambda numel, *rest: numel * 2e-9)
-    machine, (rate,) = measured(group([(2048, 4096)] * 64), world_size=8, seconds=0.1)
-    assert rate.tflops == pytest.approx(1.0) and machine.tflops == pytest.approx(1.0)
-    batch, rows, cols = rate.run_as
-    assert (rows, cols) == (512, 1024) and batch <= 8, "an owner has 8 of 64"
-    assert max(size for _, size, _ in calls) == 512, "nothing larger was run"
-    assert now[0] < 0.1
-    _, (rate,) = measured(group([(2048, 4096)] * 64), world_size=8, seconds=60)
-    assert rate.run_as[1:] == (2048, 4096)
 
 
 def test_the_norm_that_stock_clips() -> None:
