@@ -194,7 +194,6 @@ GUIDES = [ROOT / "README.md", *PAGES, *sorted(EXAMPLES.glob("*/README.md"))]
 ELSEWHERE = {
     r"^make (demo|test)": "the demo is compare.py, which runs here; the tests are these",
     r"pip (install|wheel|download)": "installs; tools/release_check.py does it",
-    r"--measured": "test_cli.py; the page means a GPU",
     r"^(trl|\w+=\w+ (llamafactory-cli|swift)|axolotl) |tiny_model\.py|openrlhf": "test_integrators.py",
     r"^accelerate launch|--deepspeed ds_config_muon|^python train\.py": "test_frameworks.py",
     r"^python experiments\.py": "test_experiments.py",
