@@ -50,8 +50,6 @@ class GroupSpec:
     ns_method: str = "auto"
     adjust_lr_fn: str = "original"
     rms_scale: float = 0.2
-    nesterov: bool = True
-    decays: bool = True
     momentum_dtype: str = "fp32"
     normuon: bool = False
 
@@ -92,10 +90,9 @@ def group_specs(model: nn.Module, config: MuonConfig) -> list[GroupSpec]:
         GroupSpec(
             specs=tuple(specs[param] for param in group["params"]),
             rms_scale=config.rms_scale,
-            decays=bool(group["weight_decay"]),
             momentum_dtype=config.momentum_dtype,
             normuon=config.normuon,
-            **{key: group[key] for key in ("use_muon", "ns_method", "adjust_lr_fn", "nesterov") if key in group},
+            **{key: group[key] for key in ("use_muon", "ns_method", "adjust_lr_fn") if key in group},
         )
         for group in split_groups(model.parameters(), specs, config).halves
     ]

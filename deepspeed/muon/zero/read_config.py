@@ -54,7 +54,6 @@ class Settings:
         config: the settings in ``optimizer.params``.
         layout: how ZeRO will shard the parameters.
         offload: whether the optimizer is offloaded to the CPU or NVMe.
-        dtype: dtype of forward and backward: ``fp32``, ``fp16`` or ``bf16``.
         gradient_clipping: the norm to which gradients are clipped; 0.0 if they are not.
         notes: sentences for the user about values that were assumed or not checked.
     """
@@ -62,7 +61,6 @@ class Settings:
     config: MuonConfig
     layout: Layout
     offload: bool
-    dtype: str
     gradient_clipping: float
     notes: tuple[str, ...]
 
@@ -108,7 +106,7 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     )
     round_robin = is_flat and bool(zero.round_robin_gradients)
     layout = Layout(int(zero.stage), world_size, int(zero.sub_group_size), round_robin, alignment)
-    return Settings(config, layout, offloads, dtype, float(stock.gradient_clipping), tuple(notes))
+    return Settings(config, layout, offloads, float(stock.gradient_clipping), tuple(notes))
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:
