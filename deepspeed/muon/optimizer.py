@@ -31,7 +31,7 @@ from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.routing import route, shapes_of, tag_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.monitor.step_stats import ABSENT, StepStats
+from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import (
     check_decay_rates,
@@ -49,7 +49,7 @@ from deepspeed.muon.scheduler_view import UserGroups
 from deepspeed.muon.step.binding import StepContext, bind_partition
 from deepspeed.muon.step.gradient_checks import are_finite, without_gradient
 from deepspeed.muon.step.normuon_moments import SecondMoments
-from deepspeed.muon.step.partition_step import PartitionStep, Phase, StepValues, short_hash
+from deepspeed.muon.step.partition_step import PartitionStep, StepValues, short_hash
 from deepspeed.muon.tuning import Tuning, resume_choice
 
 
@@ -495,7 +495,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             found = without_gradient([step.gradients for step in steps], [step.partition.tensors for step in steps])
         if self._stats is not None:
             # All ranks that share the plan count the same matrices, and their counts are added up.
-            self._stats.add(ABSENT, sum(len(a) / s.sharers for a, s in zip(found, steps, strict=True)), 0)
+            self._stats.without_gradient += sum(len(a) / s.sharers for a, s in zip(found, steps, strict=True))
         return found
 
     def _muon_step(self, group: dict[str, Any], step: PartitionStep, without_gradient: frozenset[str]) -> None:
@@ -527,12 +527,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
-        if self._stats is not None:
-            self._stats.after_adamw(
-                (adamw.sum_of_squared_updates(state, group, fragment), fragment.numel)
-                for tensor, state in zip(tensors, states, strict=True)
-                for fragment in self._fragments[tensor]
-            )
 
 
 def _is_muon(group: dict[str, Any]) -> bool:

@@ -92,11 +92,11 @@ VARIANTS = {
 
 def watched(tau: float) -> Variant:
     """Return Muon whose attention logits are recorded in every step, and held at `tau`."""
-    return Variant({"qk_clip": {"tau": tau}, "monitor_interval": 1})
+    return Variant({"qk_clip": {"tau": tau}})
 
 
 def monitored(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return `config` with records written to CSV files under `folder`, where it asks for records."""
-    if "monitor_interval" not in config["optimizer"]["params"]:
+    """Return `config` with the attention logits written to CSV files under `folder`, if it has `qk_clip`."""
+    if "qk_clip" not in config["optimizer"]["params"]:
         return config
     return config | {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "monitor"}}

@@ -15,7 +15,6 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,14 +35,11 @@ from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, Blocks, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.wide_arithmetic import in_fp32
-from deepspeed.muon.monitor.step_stats import StepStats
+from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.plan.bucket import Bucket, ShardRun, Span
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.step.gradient_checks import GradientProbe
 from deepspeed.muon.step.normuon_moments import SecondMoments
-
-#: Name of a phase of a step -> a context manager, in which the phase runs.
-Phase = Callable[[str], AbstractContextManager]
 
 
 def short_hash(text: str, digits: int = 16) -> str:
@@ -129,6 +125,7 @@ class PartitionStep:
         scale: function of a matrix's (rows, columns) that returns the factor of its update.
         settings: a text of all settings that the bits of the results depend on, for :attr:`digest`.
         sharers: number of ranks that share the parameters or hold copies of them; statistics are divided by it.
+        copies: number of ranks that each hold all of the partition's elements; 1 if ranks hold parts of them.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         second_moments: NorMuon's second moments of all partitions.
     """
@@ -143,6 +140,7 @@ class PartitionStep:
     scale: Callable[[int, int], float]
     settings: str
     sharers: int
+    copies: int
     blocks: Mapping[Tensor, Blocks]
     second_moments: SecondMoments
 
@@ -320,14 +318,12 @@ class PartitionStep:
 
     def _orthogonalize(self, now: StepValues, buffers: BucketBuffers) -> None:
         """Orthogonalize the matrices of one bucket that this rank owns, in place, shape by shape."""
-        how, rules, stats = self.newton_schulz, self.rules, now.stats
+        how, rules = self.newton_schulz, self.rules
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
             if rules is not None:
                 rules.apply_before(matrices, batch.axis, self._work)
-            if stats is not None:
-                stats.before_newton_schulz(batch.names, matrices)
             orthogonalize(
                 matrices,
                 how.schedule,
@@ -337,8 +333,6 @@ class PartitionStep:
                 kernels=how.kernels(batch.rows, batch.cols),
                 normalization=self.config.ns_normalization,
             )
-            if stats is not None:
-                stats.after_newton_schulz(batch.names, matrices)
             if rules is not None:
                 rules.apply_after(matrices, batch.axis, self.second_moments.of_matrices(batch.names), self._work)
 
@@ -350,8 +344,7 @@ class PartitionStep:
         The weights decay, and learning rate x scale x result is subtracted.
         """
         if now.stats is not None:
-            cautious = self.config.cautious_weight_decay
-            now.stats.before_apply(self._updates(now, buffers), now.group, cautious)
+            now.stats.before_apply(self._updates(now, buffers), now.lr, self.copies)
         for call in self.calls[buffers.index]:
             tensor = now.tensors[call.tensor]
             # As in torch's optimizers, weights without a gradient do not decay either.
@@ -418,8 +411,8 @@ class PartitionStep:
             if run.matrix not in now.without_gradient:
                 yield run, buffers.slice_of(index)
 
-    def _updates(self, now: StepValues, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield (parameter name, weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
+    def _updates(self, now: StepValues, buffers: BucketBuffers) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield (weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
 
         Weights and result are 1-D.
         """
@@ -428,4 +421,4 @@ class PartitionStep:
             if tensor.grad is not None:
                 for run, update in self._present_runs(now, call, buffers):
                     weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
-                    yield run.parameter, weights, update, call.scale
+                    yield weights, update, call.scale

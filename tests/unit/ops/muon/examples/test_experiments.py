@@ -99,7 +99,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         if run.tau:
             (folder / "monitor").mkdir()
             logits = "step,layer\n16,0.5\n32,700.0\n48,90.0\n" if run.tau == WATCH else "step,layer\n16,0.5\n"
-            (folder / "monitor/Train_Muon_max_logit_blocks.0.attn.csv").write_text(logits)
+            (folder / "monitor/Train_Samples_max_logit_blocks.0.attn.csv").write_text(logits)
         (folder / "run.json").write_text(json.dumps({"run": asdict(run), "cpu_seconds": 1.5}))
 
     monkeypatch.setattr(Runs, "_train", train)
