@@ -430,16 +430,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         # In every step, because a schedule may change these rates.
         for group in self.param_groups:
             check_decay_rates(group)
-        steps = {group["name"]: self._step_of(group) for group in self.param_groups if _is_muon(group)}
-        absent = dict(zip(steps, self._without_gradient([*steps.values()]), strict=True))
-        for group in self.param_groups:
-            name = group["name"]
-            if name in steps:
-                self._muon_step(group, steps[name], absent[name])
-            elif group["params"]:
+        groups = [group for group in self.param_groups if group["params"]]
+        steps = [self._step_of(group) if group["use_muon"] else None for group in groups]
+        absent = iter(self._without_gradient([step for step in steps if step is not None]))
+        for group, step in zip(groups, steps, strict=True):
+            left_alone: frozenset[str] = frozenset()
+            if step is None:
                 self._adam_step(group)
-            if self.qk_clip and group["params"]:
-                plan, left_alone = (steps[name].plan, absent[name]) if name in steps else (None, frozenset())
+            else:
+                self._muon_step(group, step, left_alone := next(absent))
+            if self.qk_clip:
+                plan = None if step is None else step.plan
                 self.qk_clip.apply(group["params"], plan, left_alone, kernels=self.context.kernels, work=self.workspace)
         if not self.context.is_stepped_in_parts:
             self.workspace.release()
@@ -527,7 +528,3 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
-
-
-def _is_muon(group: dict[str, Any]) -> bool:
-    return bool(group["use_muon"] and group["params"])
