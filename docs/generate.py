@@ -12,10 +12,10 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from deepspeed.muon.config.messages import PEERS, allowed
+from deepspeed.muon.config.messages import ELSEWHERE, REMOVED, allowed
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, SCALE_ALIASES, STOCK_TUNING_KEYS
+from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, STOCK_TUNING_KEYS
 from deepspeed.muon.math.coefficients import NAMED
 from deepspeed.muon.math.scale import SCALES, update_rms
 
@@ -30,10 +30,10 @@ Generated from `deepspeed/muon/config/` by `python docs/generate.py`.
 {{"optimizer": {{"type": "Muon", "params": {{"lr": 1e-3, "weight_decay": 0.1}}}}}}
 ```
 
-Every key of `optimizer.params` is optional. `null` means the default. An unknown key is refused, with the nearest that
-exists ([wrong configurations](reference/wrong-configurations.md)). Stock DeepSpeed's keys and defaults keep working;
-*stock* means DeepSpeed without this package. The optimizer has two halves: the *Muon half* updates hidden matrices, the
-*AdamW half* everything else ([which parameters](#which-parameters-go-to-muon)).
+Every key of `optimizer.params` is optional. `null` means the default. Unknown keys raise an error that suggests the
+closest valid key ([wrong configurations](reference/wrong-configurations.md)). Stock DeepSpeed's keys and defaults keep
+working; *stock* means DeepSpeed without this package. The optimizer has two halves: the *Muon half* updates hidden
+matrices, the *AdamW half* everything else ([which parameters](#which-parameters-go-to-muon)).
 
 A number may be a string in plain decimals, as YAML reads `1e-5`; `"1e_5"`, `"1e-5 "` and `"inf"` are refused, and so is
 anything but `true` and `false` for a flag ([why](decisions/0039-what-counts-as-a-number.md)). dtypes may be written
@@ -70,8 +70,8 @@ These are values of pre-training runs of large models; their rates suit large ba
 
 No other key decides. The log states the scale that acts and why.
 
-| value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 | also called |
-|---|---|---|---|---|---|
+| value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 |
+|---|---|---|---|---|
 {scales}
 
 Megatron's `spectral` is `match_rms_adamw` with `rms_scale` set to its `muon_extra_scale_factor`.
@@ -93,8 +93,8 @@ groups `group0-muon`, `group0-adam` and so on, or after the group's `name`. Thos
 bear the name of their process group.
 
 Other keys of a group, such as `lr_scale` or `layer_id` of layer-wise decay, are the script's own: they change nothing
-and stay in both halves, as in torch's AdamW. Refused are misspelt keys, other projects' names below, and keys that only
-`optimizer.params` may set.
+and stay in both halves, as in torch's AdamW. Misspelt keys, the keys in the last table of this page, and keys that only
+`optimizer.params` may set raise an error.
 
 ## Which parameters go to Muon
 
@@ -137,13 +137,13 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
 - A cycle of the momentum (`OneCycle`, `OneCycleLR`, `CyclicLR`) moves the first of AdamW's `betas`; Muon's `momentum`
   [stays as it is](decisions/0040-cycles-of-betas-leave-muons-momentum.md).
 
-## Other projects' names
+## Names from other optimizers, and removed keys
 
-A key on the left is refused with the one on the right as the suggestion.
+Each of these keys raises an error that says what to write instead.
 
-| elsewhere | here |
+| key | message |
 |---|---|
-{peers}
+{refused}
 """
 
 WRONG_CONFIGURATIONS = """# Wrong configurations
@@ -222,15 +222,9 @@ def configuration() -> str:
         for key, field in MuonConfig.model_fields.items()
         for extra in (field.json_schema_extra,)
     ]
-    aliases = {name: [alias for alias, meant in SCALE_ALIASES.items() if meant == name] for name in SCALES}
     shapes = ((1024, 1024), (4096, 1024), (1024, 4096))
     scales = [
-        (
-            f"`{name}`",
-            f"`{formula}`",
-            *(f"{update_rms(name, *shape):.3g}" for shape in shapes),
-            ", ".join(f"`{alias}`" for alias in aliases[name]),
-        )
+        (f"`{name}`", f"`{formula}`", *(f"{update_rms(name, *shape):.3g}" for shape in shapes))
         for name, (formula, _) in SCALES.items()
     ]
     schedules = [
@@ -256,7 +250,10 @@ def configuration() -> str:
         schedules=rows(schedules),
         group_keys=", ".join(f"`{key}`" for key in GROUP_KEYS),
         tuning=", ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
-        peers=rows([(f"`{theirs}`", f"`{ours}`") for theirs, ours in sorted(PEERS.items())]),
+        refused=rows(
+            [(f"`{key}`", text) for key, text in ELSEWHERE.items()]
+            + [(f"`{key}`", f"was removed in 0.3.0, {text}") for key, text in REMOVED.items()]
+        ),
     )
 
 

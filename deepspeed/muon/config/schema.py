@@ -89,8 +89,6 @@ class MuonConfig(BaseModel):
     """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
     """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: the faster for each shape"""
-    ns_tuning: types.Tuning | None = field(None)
-    """deprecated, without effect: whatever is `auto` is measured at start"""
     ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
     """Newton-Schulz steps; default 5, or the schedule's own"""
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
@@ -323,17 +321,13 @@ def parse(
         if value is not None and not types.is_harmless(key, value)
     }
     known = tuple(MuonConfig.model_fields) if base is None else GROUP_KEYS
-    errors: list[dict[str, Any]] = [
-        {"loc": (key,), "type": "not_here" if key in MuonConfig.model_fields else "extra_forbidden"}
-        for key in written
-        if key not in known
-    ]
+    errors: list[dict[str, Any]] = [{"loc": (key,)} for key in written if key not in known]
     try:
         config = MuonConfig(**dict(base or {}) | {key: value for key, value in written.items() if key in known})
     except ValidationError as error:
         errors += [dict(item) for item in error.errors()]
     if errors:
-        lines = dict.fromkeys(explain(item, written, MuonConfig, known, where) for item in errors)
+        lines = dict.fromkeys(explain(item, written, MuonConfig.model_fields, known, where) for item in errors)
         with naming_preset_keys(params or {}):
             raise MuonConfigError("\n".join(lines)) from None
     return config

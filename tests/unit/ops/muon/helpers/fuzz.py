@@ -46,10 +46,9 @@ VALID: dict[str, list[Any]] = {
     "muon_plus": ["none", *SIDES],
     "muon_include": [[], "layers", [r"layers\.0", "weight"]],
     "muon_exclude": [[], r"layers\.1", ["layers.0.weight", "bias"], ".*"],
-    "adjust_lr_fn": ["auto", "original", "match_rms_adamw", "spectral_unclamped", "none", "rms_norm", "shape_scaling"],
+    "adjust_lr_fn": ["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"],
     "rms_scale": [0.2, 0.4, 1],
     "ns_method": ["auto", "standard", "gram"],
-    "ns_tuning": ["shipped", "measured"],
     "ns_steps": [1, 3, 5, 6],
     "ns_coefficients": [*NAMED, SIMPLE, CUBIC, [SIMPLE] * 3, [SIMPLE, CUBIC]],
     "ns_normalization": ["frobenius", "aol", "aol"],
@@ -177,7 +176,7 @@ def contradictions(config: dict[str, Any]) -> list[str]:
         )
     if steps is not None and length != 1 and steps != length:
         found.append("ns_steps")
-    others = {"original", "spectral_unclamped", "none", "shape_scaling"}
+    others = {"original", "spectral_unclamped", "none"}
     if "rms_scale" in params and params.get("adjust_lr_fn") in others:
         found.append("rms_scale")
     if "momentum_warmup_steps" in params and "momentum_start" not in params:
@@ -225,7 +224,6 @@ def sample(count: int) -> list[Case]:
 
 
 STOCK_MUON = {"muon_lr", "adam_lr", "momentum"}
-PEERS = {"rms_norm": "match_rms_adamw", "shape_scaling": "original"}
 
 
 def keys_given(config: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +235,7 @@ def scale_of(params: dict[str, Any]) -> str:
     """Return `adjust_lr_fn`, resolved as docs/configuration.md says."""
     name = params.get("adjust_lr_fn", "auto")
     if name != "auto":
-        return PEERS.get(name, name)
+        return name
     is_adamws = "lr" in params and not STOCK_MUON & params.keys()
     return "match_rms_adamw" if "rms_scale" in params or is_adamws else "original"
 
