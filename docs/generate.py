@@ -61,14 +61,16 @@ These are values of pre-training runs of large models; their rates suit large ba
 
 ## The scale of an update
 
-`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. With `auto`:
+`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. `auto` means:
 
-- a section that sets `lr`, and none of {tuning}, has AdamW's learning rate and gets
-  `match_rms_adamw`;
-- any of these three keys, or no `lr`, means values tuned for stock's Muon and gets `original`;
-- `rms_scale` asks for `match_rms_adamw`.
+- `match_rms_adamw` for a section with `lr`: an update is as large as AdamW's, so AdamW's learning rate fits.
+- `original` for a section with {tuning}, keys that only stock's Muon has, and for one without any learning rate, where
+  stock's defaults act. `original` means that we assume your learning rate was tuned for stock DeepSpeed's Muon.
+- `match_rms_adamw` for a section with `rms_scale`, which only this scale uses.
 
-No other key decides. The log states the scale that acts and why.
+A section with `lr` and `momentum` alone could be either, so it raises an error that asks for `adjust_lr_fn`. Write
+`"original"` if the section was written for stock's Muon or `lr` was tuned for it, and `"match_rms_adamw"` if `lr` comes
+from AdamW. No other key decides. The first line of the log names the scale and the reason.
 
 | value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 |
 |---|---|---|---|---|
@@ -249,7 +251,7 @@ def configuration() -> str:
         scales=rows(scales),
         schedules=rows(schedules),
         group_keys=", ".join(f"`{key}`" for key in GROUP_KEYS),
-        tuning=", ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
+        tuning=" or ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
         refused=rows(
             [(f"`{key}`", text) for key, text in ELSEWHERE.items()]
             + [(f"`{key}`", f"was removed in 0.3.0, {text}") for key, text in REMOVED.items()]

@@ -84,7 +84,7 @@ class MuonConfig(BaseModel):
     muon_lora: Literal["none", "B", "both"] = field("none")
     """which factors of low-rank adapters go to Muon; the others go to AdamW"""
     adjust_lr_fn: types.Scale = field("auto", TORCH_MUON)
-    """scale of the update for each shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)"""
+    """scale of the update for each shape; `auto`: by the kind of learning rate, [more](#the-scale-of-an-update)"""
     rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
     """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
@@ -132,6 +132,12 @@ class MuonConfig(BaseModel):
             coefficients.schedule(self.ns_coefficients, self.ns_steps)
         except ValueError as error:
             raise ValueError(f"ns_steps: {error}") from None
+        if self._is_scale_unclear():
+            raise ValueError(
+                'momentum: with lr alone it does not tell what lr was tuned for; set adjust_lr_fn too: "original" if the '
+                'config was written for stock DeepSpeed\'s Muon or lr was tuned for it, "match_rms_adamw" if lr comes '
+                "from AdamW"
+            )
         if "rms_scale" in self.model_fields_set and self.scale != "match_rms_adamw":
             raise ValueError(
                 f"rms_scale: has an effect only with adjust_lr_fn match_rms_adamw, not with {self.scale}; "
@@ -220,24 +226,26 @@ class MuonConfig(BaseModel):
         return self._resolve_scale()[1]
 
     def _resolve_scale(self) -> tuple[str, str]:
-        # A config with ``lr`` and none of STOCK_TUNING_KEYS has AdamW's learning rate, so updates get AdamW's RMS. Any
-        # of these keys, or no ``lr``, means values tuned for stock DeepSpeed's Muon.
         if self.adjust_lr_fn != "auto":
-            return self.adjust_lr_fn, "set by adjust_lr_fn"
+            return self.adjust_lr_fn, "as the config says"
         if "rms_scale" in self.model_fields_set:
             return "match_rms_adamw", "because rms_scale is set"
         if self.stock_tuning:
             verb = "is" if len(self.stock_tuning) == 1 else "are"
-            return "original", f"as in stock DeepSpeed, because {' and '.join(self.stock_tuning)} {verb} set"
+            return "original", f"because {' and '.join(self.stock_tuning)} {verb} set, as for stock DeepSpeed's Muon"
         if self.lr is None:
-            return "original", "as in stock DeepSpeed, because lr is not set"
-        *keys, last = STOCK_TUNING_KEYS
-        reason = f"because lr is set and {', '.join(keys)} and {last} are not"
-        return "match_rms_adamw", f"so that updates are as large as AdamW's, {reason}"
+            return "original", "because no learning rate is set, so the defaults of stock DeepSpeed's Muon act"
+        return "match_rms_adamw", "the default"
+
+    def _is_scale_unclear(self) -> bool:
+        """Return whether ``lr`` may be AdamW's or stock's: ``momentum`` is set with it, and nothing tells the scale."""
+        is_users = "momentum" in self.model_fields_set and "momentum" not in self.preset_values
+        decides = self.adjust_lr_fn != "auto" or "rms_scale" in self.model_fields_set or bool(self.stock_tuning)
+        return is_users and self.lr is not None and not decides
 
     @property
     def stock_tuning(self) -> list[str]:
-        """Return which of ``muon_lr``, ``adam_lr`` and ``momentum`` the user has set, as for stock DeepSpeed's Muon."""
+        """Return which of ``muon_lr`` and ``adam_lr`` the user has set, as for stock DeepSpeed's Muon."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.preset_values]
 
     @property
@@ -262,7 +270,7 @@ class MuonConfig(BaseModel):
         own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
         base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
-        if (self.lr is not None or self.stock_tuning) and "adjust_lr_fn" not in own:
+        if self.sets_learning_rate and "adjust_lr_fn" not in own:
             base["adjust_lr_fn"] = self.scale
         base.pop("rms_scale", None)  # one value for all groups
         base.pop("preset", None)  # its values are among the others

@@ -191,9 +191,8 @@ def field(default: Any, source: str = OURS, unit: str = "") -> Any:
 
 #: The learning rates if the config sets none; stock DeepSpeed's defaults.
 DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
-#: A config with one of these keys is assumed to be tuned for stock DeepSpeed's Muon and its scale, ``original``. With
-#: ``lr`` and none of these it is assumed to have AdamW's learning rate.
-STOCK_TUNING_KEYS = ("muon_lr", "adam_lr", "momentum")
+#: Rates that only stock DeepSpeed's Muon has. A config with one of them gets stock's scale of updates, ``original``.
+STOCK_TUNING_KEYS = ("muon_lr", "adam_lr")
 #: Key that a parameter group sets -> keys of the config that then have no effect in that group.
 REPLACES = {"lr": ("muon_lr", "adam_lr"), "weight_decay": ("muon_weight_decay", "adam_weight_decay")}
 _ALONE = ("momentum", "nesterov", "ns_method", "adjust_lr_fn", "betas", "eps", "bias_correction")

@@ -84,7 +84,7 @@ def test_repeated_layers_are_folded(plan: Command) -> None:
     scale_squared = 256 / 64
     norm = (6 * scale_squared * 64 + 6 * 64) ** 0.5
     assert "coming from stock" not in out
-    stocks = {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.95}}
+    stocks = {"type": "Muon", "params": {"muon_lr": 1e-3, "momentum": 0.95}}
     assert f"stock's clipping at 1.0 divided its updates by about {norm:.0f}\n" in plan(optimizer=stocks).out
 
 
@@ -354,7 +354,6 @@ UNKNOWN = {
     "warmup_num_steps": "it belongs in scheduler.params",
     "zero_optimisation": "did you mean zero_optimization?",
     "_comment": "it has no effect",
-    "warmup": "it has no effect",
 }
 
 

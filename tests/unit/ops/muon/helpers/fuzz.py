@@ -179,6 +179,9 @@ def contradictions(config: dict[str, Any]) -> list[str]:
     others = {"original", "spectral_unclamped", "none"}
     if "rms_scale" in params and params.get("adjust_lr_fn") in others:
         found.append("rms_scale")
+    is_scale_clear = "rms_scale" in params or params.get("adjust_lr_fn", "auto") != "auto" or STOCK_MUON & params.keys()
+    if "lr" in params and "momentum" in params and not is_scale_clear:
+        found.append("momentum")
     if "momentum_warmup_steps" in params and "momentum_start" not in params:
         found.append("momentum_warmup_steps")
     if params.get("ns_normalization") == "aol" and params.get("ns_dtype") == "fp16":
@@ -223,7 +226,7 @@ def sample(count: int) -> list[Case]:
     return []
 
 
-STOCK_MUON = {"muon_lr", "adam_lr", "momentum"}
+STOCK_MUON = {"muon_lr", "adam_lr"}
 
 
 def keys_given(config: dict[str, Any]) -> dict[str, Any]:

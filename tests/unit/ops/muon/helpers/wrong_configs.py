@@ -70,6 +70,7 @@ PARAMS: list[dict[str, Any]] = [
     WRONG | {"lr": -1, "per_head_muon": 2, "betas": [2, 3], "max_grad_norm": 1.0},
     {"ns_coefficients": "you", "ns_steps": 4},
     {"rms_scale": 0.3, "adjust_lr_fn": "original"},
+    {"lr": 1e-3, "momentum": 0.95},
     {"preset": "moonlight", "momentun": 0.9},
     {"preset": "nanochat", "rms_scale": 0.2},
     {"ns_normalization": "aol", "ns_dtype": "fp16"},
