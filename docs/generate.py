@@ -12,7 +12,7 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from deepspeed.muon.config.messages import ELSEWHERE, REMOVED, allowed
+from deepspeed.muon.config.messages import ELSEWHERE, REMOVED, REMOVED_VALUES, allowed
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, STOCK_TUNING_KEYS
@@ -53,8 +53,8 @@ override those of both halves. The log prints what a preset has set.
 {{"optimizer": {{"type": "Muon", "params": {{"preset": "kimi_k2"}}}}}}
 ```
 
-| preset | sets | source | what to know |
-|---|---|---|---|
+| preset | sets | source | routers of experts | other differences |
+|---|---|---|---|---|
 {presets}
 
 These are values of pre-training runs of large models; their rates suit large batches.
@@ -141,7 +141,7 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
 
 ## Names from other optimizers, and removed keys
 
-Each of these keys raises an error that says what to write instead.
+Each of these keys and values raises an error that says what to write instead.
 
 | key | message |
 |---|---|
@@ -238,6 +238,7 @@ def configuration() -> str:
             f"`{name}`",
             "<br>".join(f"`{key}`: {json.dumps(value)}" for key, value in preset.values.items()),
             preset.source,
+            preset.routers,
             preset.left_out,
         )
         for name, preset in PRESETS.items()
@@ -255,6 +256,7 @@ def configuration() -> str:
         refused=rows(
             [(f"`{key}`", text) for key, text in ELSEWHERE.items()]
             + [(f"`{key}`", f"was removed in 0.3.0, {text}") for key, text in REMOVED.items()]
+            + [(f"`{key}: {value}`", f"removed in 0.3.0; {text}") for (key, value), text in REMOVED_VALUES.items()]
         ),
     )
 

@@ -31,8 +31,19 @@ ELSEWHERE = {
 }
 #: A key that older versions had -> why it was removed, and what to do.
 REMOVED = {
+    "ns_normalization": "because nobody asked for AOL; delete it, and use at least 5 ns_steps",
     "ns_tuning": "because nothing is left to tune; delete it",
     "owners_per_matrix": "because one rank now owns each matrix; delete it",
+}
+#: (key, value) that older versions had -> what to write instead.
+REMOVED_VALUES = {
+    ("ns_coefficients", "cubic5"): 'write "simple", or the list of its triples',
+    ("ns_coefficients", "you"): 'write "polar_express", or the list of its triples',
+    **dict.fromkeys(
+        [("muon_plus", sides) for sides in ("rows", "columns", "rows_columns", "columns_rows")],
+        "write true, which gives the whole matrix the norm of an orthogonal one",
+    ),
+    ("muon_plus", "none"): "write false",
 }
 #: A key whose value ``"auto"`` a framework replaces -> which framework does.
 FILLED_BY = {
@@ -123,6 +134,8 @@ def explain(
 def _wrong_value(item: Mapping[str, Any], value: Any, key: str, field: FieldInfo, inner: Sequence[Any]) -> str:
     if value == "auto" and key in FILLED_BY:
         return f"only {FILLED_BY[key]} can fill in this 'auto'; write a value or remove the key"
+    if isinstance(value, str) and (key, value) in REMOVED_VALUES:
+        return f"removed in 0.3.0; {REMOVED_VALUES[key, value]}"
     section = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
     values, part = allowed(field), ""
     if section and inner:

@@ -62,13 +62,13 @@ class MuonConfig(BaseModel):
     cautious_weight_decay: types.Flag = field(False, "arXiv 2510.12402")
     """weight decay of the Muon half acts only where the update does not move the weight away from zero"""
     normuon: types.Flag = field(False, "arXiv 2510.05491")
-    """NorMuon: each output's weights are scaled by a running mean of their squares; [more](update-rules.md#normuon)"""
+    """NorMuon: each output of an update is divided by its running RMS; [more](update-rules.md#normuon)"""
     normuon_beta2: types.Fraction = field(0.95, "arXiv 2510.05491", "per step")
-    """decay of NorMuon's running mean"""
+    """decay of NorMuon's running mean square"""
     muon_eq: Literal["none", "rows", "columns"] = field("none", "arXiv 2603.28254")
     """MuonEq: norms made equal before Newton-Schulz; `rows`: each output's; [more](update-rules.md#muoneq-and-muon)"""
-    muon_plus: Literal["none", "rows", "columns", "rows_columns", "columns_rows"] = field("none", "arXiv 2602.21545")
-    """Muon+: norms made equal after Newton-Schulz, in this order; [more](update-rules.md#muoneq-and-muon)"""
+    muon_plus: types.Flag = field(False, "nanochat")
+    """Muon+: each update gets the norm of an orthogonal matrix; [more](update-rules.md#muoneq-and-muon)"""
     qk_clip: types.Clip | None = field(None, "arXiv 2507.20534")
     """QK-clip: heads whose attention logits exceed `tau` are scaled back to it; [more](update-rules.md#qk-clip)"""
     muon_include: types.Patterns = field(())
@@ -93,8 +93,6 @@ class MuonConfig(BaseModel):
     """Newton-Schulz steps; default 5, or the schedule's own"""
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
     """coefficients of the Newton-Schulz polynomial"""
-    ns_normalization: Literal["frobenius", "aol"] = field("frobenius", "arXiv 2512.04632")
-    """how a matrix is scaled before the iteration: by its norm, or by AOL, row by row; [more](update-rules.md#aol)"""
     ns_dtype: types.NsDtype = field("auto")
     """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](evidence/choice.md)"""
     wire_dtype: types.WireDtype = field("auto")
@@ -134,7 +132,7 @@ class MuonConfig(BaseModel):
             raise ValueError(f"ns_steps: {error}") from None
         if self._is_scale_unclear():
             raise ValueError(
-                'momentum: with lr alone it does not tell what lr was tuned for; set adjust_lr_fn too: "original" if the '
+                'momentum: with lr alone, what lr was tuned for is unclear; set adjust_lr_fn too: "original" if the '
                 'config was written for stock DeepSpeed\'s Muon or lr was tuned for it, "match_rms_adamw" if lr comes '
                 "from AdamW"
             )
@@ -149,20 +147,12 @@ class MuonConfig(BaseModel):
                 "remove momentum_warmup_steps"
             )
         if self.owners_per_matrix not in (None, 1) and self.most_owners == 1:
-            needs = str(self.rules) or "ns_normalization aol"
             raise ValueError(
-                f"owners_per_matrix: must be 1 with {needs}, which needs whole matrices; remove one of the two"
+                f"owners_per_matrix: must be 1 with {self.rules}, which needs whole matrices; remove one of the two"
             )
         if "normuon_beta2" in self.model_fields_set and not self.normuon:
             raise ValueError(
                 "normuon_beta2: has an effect only with normuon; set normuon to true or remove normuon_beta2"
-            )
-        if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
-            raise ValueError("ns_dtype: the range of fp16 is too small for ns_normalization aol; use bf16 or fp32")
-        if self.normuon and self.muon_plus != "none":
-            raise ValueError(
-                "muon_plus: has no effect with normuon, which replaces the norms that muon_plus sets; "
-                "remove one of the two"
             )
         return self
 
@@ -187,7 +177,7 @@ class MuonConfig(BaseModel):
     @property
     def most_owners(self) -> int | None:
         """Return the maximum number of ranks that orthogonalize one matrix together; ``None`` if there is no limit."""
-        return 1 if self.rules or self.ns_normalization != "frobenius" else self.owners_per_matrix
+        return 1 if self.rules else self.owners_per_matrix
 
     @property
     def schedules(self) -> Schedules:

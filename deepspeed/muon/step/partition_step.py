@@ -369,7 +369,6 @@ class PartitionStep:
                 dtype=self.dtype,
                 work=self._work,
                 kernels=kernels,
-                normalization=self.config.ns_normalization,
                 gram_axis=batch.gram_axis,
             )
             if stats is not None:

@@ -194,7 +194,7 @@ def test_a_preset_sets_its_values_any_of_which_may_be_taken_out(name: str) -> No
         ({"preset": "kimi_k2", "momentum": 0.9}, {"scale": "match_rms_adamw"}),
         ({"preset": "nanochat", "lr": 1e-3}, {"muon_lr": None, "adam_lr": None}),
         ({"preset": "nanochat", "weight_decay": 0.1}, {"muon_weight_decay": None, "adam_weight_decay": None}),
-        ({"preset": "nanochat", "muon_lr": 0.01}, {"muon_lr": 0.01, "adam_lr": 0.004}),
+        ({"preset": "nanochat", "muon_lr": 0.01}, {"muon_lr": 0.01, "adam_lr": 0.008}),
         ({"preset": "nanochat", "normuon": False}, {"normuon": False, "momentum_start": 0.85}),
     ],
     ids=str,
@@ -217,6 +217,6 @@ def test_the_log_says_what_a_preset_set() -> None:
     log = run(logged_at_start, 1, optimizer={"type": "Muon", "params": {"preset": "deepseek_v4", "lr": 1e-3}})[0]
     assert any(
         text == "deepspeed-muon: preset deepseek_v4 sets weight_decay 0.1, momentum 0.95, nesterov true, adjust_lr_fn "
-        '"match_rms_adamw", rms_scale 0.18, ns_coefficients "deepseek_v4", betas [0.9, 0.95], eps 1e-20'
+        '"match_rms_adamw", ns_coefficients "deepseek_v4", betas [0.9, 0.95], eps 1e-20, rms_scale 0.18'
         for _, text in log
     )

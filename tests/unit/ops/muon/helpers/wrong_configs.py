@@ -34,8 +34,7 @@ VALUES: dict[str, list[Any]] = {
     "ns_steps": [0, 2.5, "five"],
     "ns_method": ["grams"],
     "ns_dtype": ["fp8"],
-    "ns_normalization": ["AOL"],
-    "ns_coefficients": ["simpel", 3, [[1, 2]]],
+    "ns_coefficients": ["simpel", "you", 3, [[1, 2]]],
     "wire_dtype": ["fp16"],
     "kernels": ["tourch"],
     "bucket_bytes": ["128MB"],
@@ -47,6 +46,7 @@ VALUES: dict[str, list[Any]] = {
     "preset": ["kimi"],
     "qk_clip": [True, {"thau": 50}, {"tau": 0}, {"logits": "sample"}],
     "muon_eq": ["row"],
+    "muon_plus": ["columns_rows"],
     "per_head_muon": [True],
     "muon_split": [
         ["qkv"],
@@ -68,13 +68,12 @@ PARAMS: list[dict[str, Any]] = [
     *({key: value} for key, values in VALUES.items() for value in values),
     dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
     WRONG | {"lr": -1, "per_head_muon": 2, "betas": [2, 3], "max_grad_norm": 1.0},
-    {"ns_coefficients": "you", "ns_steps": 4},
+    {"ns_coefficients": "polar_express", "ns_steps": 4},
     {"rms_scale": 0.3, "adjust_lr_fn": "original"},
     {"lr": 1e-3, "momentum": 0.95},
     {"preset": "moonlight", "momentun": 0.9},
     {"preset": "nanochat", "rms_scale": 0.2},
-    {"ns_normalization": "aol", "ns_dtype": "fp16"},
-    {"normuon": True, "muon_plus": "rows"},
+    {"ns_normalization": "aol"},
     {"normuon": True, "owners_per_matrix": 2},
 ]
 

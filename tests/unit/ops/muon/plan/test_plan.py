@@ -233,7 +233,7 @@ def test_how_many_owners_a_matrix_has(case: str, device_type: str) -> None:
     assert counts(shapes, world, cost_of(device_type, near), **options) == expected
 
 
-@pytest.mark.parametrize("rule", [{"normuon": True}, {"muon_eq": "rows"}, {"ns_normalization": "aol"}], ids=str)
+@pytest.mark.parametrize("rule", [{"normuon": True}, {"muon_eq": "rows"}, {"muon_plus": True}], ids=str)
 def test_what_needs_whole_matrices_leaves_each_to_one_owner(rule: dict[str, Any]) -> None:
     assert parse({}).most_owners is None
     assert counts(LONE, 8, cost_of("cuda", 8), most=parse(rule).most_owners) == [1]
