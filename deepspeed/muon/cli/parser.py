@@ -17,13 +17,14 @@ EXPECTED = (
     "package.module:function or path/to/file.py:function"
 )
 OF_INIT = "ds_config.json with optimizer.type AdamW, or without optimizer; or accelerate's YAML"
-OF_CHECK = "say instead whether a run with this ds_config would start, and its learning rates; exit status 1 if not"
 ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; exit status 1 if there is a problem"
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
 TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
 ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
 MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
+#: Removed flag -> what to do instead.
+REMOVED = {"--check": "ds_muon plan builds the optimizer and fails as the run would"}
 CHECK = "prove that the collectives of all ranks match in order and size; 1,024 ranks take about 20 s at stage 3"
 
 
@@ -36,9 +37,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     commands = top.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
-    source = init.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", help=OF_INIT)
-    source.add_argument("--check", metavar="CONFIG", help=OF_CHECK)
+    init.add_argument("--config", required=True, help=OF_INIT)
     init.add_argument("--out", type=Path, help="new file for the ds_config; from accelerate's YAML also a new YAML")
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
@@ -95,4 +94,6 @@ def _positive(text: str) -> int:
 def _about_unknown(flag: str, known: list[str]) -> str:
     from deepspeed.muon.config.messages import did_you_mean
 
+    if flag in REMOVED:
+        return f"{flag} is removed; {REMOVED[flag]}"
     return f"unknown flag {flag}; {did_you_mean(flag, known, 'known: ' + ' '.join(known))}"

@@ -244,7 +244,7 @@ def test_presets_and_rules_are_named(plan: Command) -> None:
     """With NorMuon's state, 4 bytes per output, at the owners: 12 matrices on 4 ranks."""
     plain, optimizer = plan("--json").facts, OPTIMIZER | {"params": {"preset": "nanochat"}}
     facts = plan("--json", optimizer=optimizer).facts
-    rules = ["NorMuon (beta2 0.95)", "momentum from 0.85 over 300 steps", "cautious weight decay"]
+    rules = ["MuonEq (rows), Muon+, NorMuon (beta2 0.9)", "momentum from 0.85 over 400 steps", "cautious weight decay"]
     assert plain["beyond_muon"] == [] and facts["beyond_muon"] == rules
     assert f"beyond plain Muon         {', '.join(rules)}\n" in plan(optimizer=optimizer).out
     assert any(note.startswith("preset nanochat sets muon_lr 0.02, ") for note in facts["notes"])
