@@ -95,11 +95,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
-        if self.config.ns_tuning is not None:
-            logger.warning(
-                "deepspeed-muon: optimizer.params.ns_tuning has no effect any more, remove it: ns_dtype, ns_method and "
-                'kernels are measured at start if they are "auto"'
-            )
         #: How momentum and weight decay change with the step.
         self._schedules = self.config.schedules
         model, self._replicas = unwrapped(model)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon import errors
-from deepspeed.muon.cli.check import check
-from deepspeed.muon.cli.init import NEXT, start_lines
+from deepspeed.muon.cli.init import LAUNCH, NEXT
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.parser import REPORT, parser
@@ -55,8 +54,8 @@ LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ...
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``ds_muon`` with ``arguments`` (``None``: those of the process), and return its exit status.
 
-    The status is 0 if all is well, 1 if ``report`` lists a problem, ``plan --check`` finds an error or ``init --check``
-    finds that a run would not start, and 2 if an argument or a file is wrong.
+    The status is 0 if all is well, 1 if ``report`` lists a problem or ``plan --check`` finds an error, and 2 if an
+    argument or a file is wrong.
     """
     args = parser().parse_args(arguments)
     try:
@@ -72,27 +71,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    if args.check:
-        if args.out:
-            raise errors.SettingsError("--out works only with --config; otherwise redirect the output: > FILE")
-        return check(args.check)
-    name, accelerate_file, start = str(args.out or "ds_config.json"), None, []
+    name = str(args.out or "ds_config.json")
     done = convert_config(args.config, name)
-    facts, text = done.facts, done.text
+    text, launch = json.dumps(done.config, indent=2), ""
     if args.out:
-        accelerate_file = args.out.with_name(f"{args.out.stem}_accelerate.yaml") if facts["accelerate"] else None
-        _write({args.out: f"{text}\n"} | ({accelerate_file: facts["accelerate"]} if accelerate_file else {}))
-        start = start_lines(name, done, accelerate_file)
-        text = f"wrote {args.out}" + (f", and {accelerate_file}, which names it" if accelerate_file else "")
+        files = {args.out: f"{text}\n"}
+        if done.accelerate:
+            files[args.out.with_name(f"{args.out.stem}_accelerate.yaml")] = done.accelerate
+            launch = f"start: {LAUNCH.format(list(files)[-1], done.launch_flags)}"
+        _write(files)
+        text = f"wrote {', and '.join(map(str, files))}"
+    elif done.accelerate:
+        head = f"\naccelerate's configuration, if this one is saved as {name} (--out FILE writes both):"
+        launch = f"{head}\n\n{done.accelerate}"
     if not args.json:  # to stderr, because stdout is the config
-        print(aligned([(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]))
-        if start:
-            print(f"\nto start a run on N ranks (docs/frameworks.md says more):\n{aligned(start)}\n")
-        elif facts["accelerate"]:
-            print(f"\naccelerate's configuration, if this one is saved as {name} (--out FILE writes both):\n")
-            print(facts["accelerate"])
-        print(NEXT.format(name))
-    return facts, text
+        print(aligned(done.decisions))
+        print(*filter(None, [launch, NEXT.format(name)]), sep="\n")
+    decisions = [decision._asdict() for decision in done.decisions]
+    return {"config": done.config, "decisions": decisions, "accelerate": done.accelerate}, text
 
 
 def _write(texts: dict[Path, str]) -> None:

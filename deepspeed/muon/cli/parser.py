@@ -17,7 +17,6 @@ EXPECTED = (
     "package.module:function or path/to/file.py:function"
 )
 OF_INIT = "ds_config.json with optimizer.type AdamW, or without optimizer; or accelerate's YAML"
-OF_CHECK = "say instead whether a run with this ds_config would start, and its learning rates; exit status 1 if not"
 ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; exit status 1 if there is a problem"
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
@@ -27,7 +26,7 @@ ACTIVE = "parameters that one token passes through in a mixture of experts (defa
 REMOVED = {
     "plot": "TensorBoard, W&B or any viewer of CSV files draws the six values that DeepSpeed's monitor gets",
     "--measured": "the plan counts operations and bytes, and a short run shows the milliseconds",
-    "--check": "with one owner for each matrix, the collectives of all ranks match by construction",
+    "--check": "ds_muon plan builds the optimizer and fails as the run would",
     "--ranks-per-node": "one rank owns each matrix, wherever the others are",
 }
 
@@ -41,9 +40,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     commands = top.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
-    source = init.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", help=OF_INIT)
-    source.add_argument("--check", metavar="CONFIG", help=OF_CHECK)
+    init.add_argument("--config", required=True, help=OF_INIT)
     init.add_argument("--out", type=Path, help="new file for the ds_config; from accelerate's YAML also a new YAML")
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")

@@ -331,7 +331,6 @@ class PartitionStep:
                 dtype=self.dtype,
                 work=self._work,
                 kernels=how.kernels(batch.rows, batch.cols),
-                normalization=self.config.ns_normalization,
             )
             if rules is not None:
                 rules.apply_after(matrices, batch.axis, self.second_moments.of_matrices(batch.names), self._work)

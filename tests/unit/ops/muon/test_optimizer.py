@@ -129,7 +129,7 @@ def test_newton_schulz_leaves_the_momentum_alone(
     model = MODELS["wide"]()
     dtypes = {"momentum_dtype": momentum_dtype, "ns_dtype": ns_dtype}
     optimizer = MuonWithAuxAdam(
-        model.parameters(), model=model, lr=0.02, momentum=0.5, nesterov=nesterov, kernels=kernels, **dtypes
+        model.parameters(), model=model, muon_lr=0.02, momentum=0.5, nesterov=nesterov, kernels=kernels, **dtypes
     )
     model(*model.batch(0)).backward()
     optimizer.step()

@@ -55,7 +55,7 @@ def a_poor_accelerator() -> Iterator[None]:
 
 STEPS: dict[str, dict[str, Any]] = {
     "standard": {"ns_dtype": "bf16", "ns_method": "standard", "momentum_dtype": "bf16", "cautious_weight_decay": True},
-    "gram": {"ns_dtype": "bf16", "ns_method": "gram", "momentum_dtype": "int8", "ns_normalization": "aol"},
+    "gram": {"ns_dtype": "bf16", "ns_method": "gram", "momentum_dtype": "int8"},
     "fp16": {"ns_dtype": "fp16", "normuon": True},
     "qk_clip": {"qk_clip": {"tau": 0.01}},
 }

@@ -82,7 +82,7 @@ def test_repeated_layers_are_folded(plan: Command) -> None:
     scale_squared = 256 / 64
     norm = (6 * scale_squared * 64 + 6 * 64) ** 0.5
     assert "coming from stock" not in out
-    stocks = {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.95}}
+    stocks = {"type": "Muon", "params": {"muon_lr": 1e-3, "momentum": 0.95}}
     assert f"stock's clipping at 1.0 divided its updates by about {norm:.0f}\n" in plan(optimizer=stocks).out
 
 
@@ -208,7 +208,7 @@ def test_presets_and_rules_are_named(plan: Command) -> None:
     """With NorMuon's state, 4 bytes per output, at the owners: 12 matrices on 4 ranks."""
     plain, optimizer = plan("--json").facts, OPTIMIZER | {"params": {"preset": "nanochat"}}
     facts = plan("--json", optimizer=optimizer).facts
-    rules = ["NorMuon (beta2 0.95)", "momentum from 0.85 over 300 steps", "cautious weight decay"]
+    rules = ["MuonEq (rows), Muon+, NorMuon (beta2 0.9)", "momentum from 0.85 over 400 steps", "cautious weight decay"]
     assert plain["beyond_muon"] == [] and facts["beyond_muon"] == rules
     assert f"beyond plain Muon         {', '.join(rules)}\n" in plan(optimizer=optimizer).out
     assert any(note.startswith("preset nanochat sets muon_lr 0.02, ") for note in facts["notes"])
