@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.rules import Rules, equalize, normuon
+from deepspeed.muon.math.rules import Rules, equalize, normuon, snap_norm
 from deepspeed.muon.math.scale import SCALES, scale_factor, update_rms
 from deepspeed.muon.math.schedules import Schedules
 from helpers.kernels import randn, relative, threads
@@ -63,6 +63,7 @@ def test_zeros_stay_zeros() -> None:
     normuon(matrix, 0, moment, 0.9, Workspace())
     assert not matrix[2].any() and matrix.isfinite().all()
     kept, matrix = moment.clone(), torch.zeros(6, 10)  # of a parameter without a gradient in a step
+    snap_norm(matrix, Workspace())
     normuon(matrix, 0, moment, 0.9, Workspace())
     assert moment.equal(kept) and kept.any() and not matrix.any()
 

@@ -86,4 +86,8 @@ def test_a_stack_whose_outputs_are_unknown_is_refused(key: dict[str, Any]) -> No
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, muon_exclude="experts", **key)
     assert optimizer.config.rules
     for allowed in ({}, {"muon_plus": True}):  # these do not depend on the axis
-        assert MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, **allowed)
+        optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=1e-3, **allowed)
+        before = net.experts.down.detach().clone()
+        net(*net.batch(0)).backward()
+        optimizer.step()
+        assert net.experts.down.isfinite().all() and not net.experts.down.equal(before)
