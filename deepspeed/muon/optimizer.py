@@ -48,7 +48,7 @@ from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.scheduler_view import UserGroups
-from deepspeed.muon.step.binding import StepContext, bind_partition
+from deepspeed.muon.step.binding import StepContext, bind_partition, with_choice
 from deepspeed.muon.step.gradient_checks import are_finite
 from deepspeed.muon.step.normuon_moments import SecondMoments
 from deepspeed.muon.step.partition_step import PartitionStep, short_hash
@@ -229,15 +229,23 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.context.peers, device)
 
-    def bind_again(self) -> None:
-        """Repeat the last call of :meth:`bind` after a load, so that updates are bitwise as in the saved run."""
+    def after_load(self) -> None:
+        """Take over what a loaded state decides: how Newton-Schulz runs, and the second moments that this rank owns.
+
+        The plan stays, because it follows from shapes, ranks and config alone.
+        """
         if self._binding is None:
             return
-        self.bind(*self._binding)
+        _, tuning, device = self._binding
+        tables = self.kernels_on(device)
+        for tensor, step in self._steps.items():
+            group = self.param_groups[step.partition.index]
+            choice = resume_choice(group, tuning.choice, self.config.ns_dtype)
+            self._steps[tensor] = with_choice(step, group, choice, self.context, tables)
+        self.second_moments.bind(self._steps.values())
         if self.context.is_logging and self._steps and self.choice != self._logged_choice:
             self._logged_choice = self.choice
-            _, tuning, device = self._binding
-            tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, self.kernels_on(device).keys())
+            tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, tables.keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict`` has all ranks' second moments of NorMuon; entry is a collective."""

@@ -98,8 +98,6 @@ def bind_partition(
     counts = zip(planned.items, planned.counts, strict=True)
     # Several owners sum rounded parts of a Gram matrix, so a resumed run needs as many owners to get the same bits.
     owner_counts = saved_counts | {shape_key(*item.shape): count for item, count in counts if count > 1}
-    # Everything that decides the bits of a group's update; equal before and after the group gets its owner counts.
-    settings = sorted((key, value) for key, value in {**group, "owner_counts": owner_counts}.items() if key != "params")
     # Kernels for many runs read the shards directly, so they cannot be used if the shards are staged in other buffers.
     runs = context.kernels.runs if exchange.staging is None else None
     return PartitionStep(
@@ -117,9 +115,36 @@ def bind_partition(
         elementwise=context.kernels,
         multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
-        settings=repr((choice.as_json(), settings)),
+        settings=_settings(group, choice, owner_counts),
         sharers=sharers,
         owner_counts=owner_counts,
         blocks=blocks,
         second_moments=second_moments,
     )
+
+
+def with_choice(
+    step: PartitionStep,
+    group: Mapping[str, Any],
+    choice: Choice,
+    context: StepContext,
+    tables: Mapping[str, Operations],
+) -> PartitionStep:
+    """Return the same planned step with the settings of ``group`` and the dtype, methods and kernels of ``choice``.
+
+    ``tables``: {name: kernels that are available}.
+    """
+    method = cache(partial(method_of, choice, group["ns_method"]))
+    return replace(
+        step,
+        newton_schulz=replace(step.newton_schulz, method=method, dtype=choice.dtype),
+        kernels=cache(partial(with_products, context.kernels, tables, choice)),
+        scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=step.config.rms_scale)),
+        settings=_settings(group, choice, step.owner_counts),
+    )
+
+
+def _settings(group: Mapping[str, Any], choice: Choice, owner_counts: Mapping[str, int]) -> str:
+    """Return a text of everything that decides the bits of a group's update."""
+    settings = sorted((key, value) for key, value in {**group, "owner_counts": owner_counts}.items() if key != "params")
+    return repr((choice.as_json(), settings))

@@ -32,8 +32,8 @@ from deepspeed.muon.seam import replaced
 from deepspeed.muon.state_import import Actions, Source
 from deepspeed.muon.step.normuon_moments import SAVED
 from deepspeed.muon.zero.checkpoint import stage0_conversion
-from deepspeed.muon.zero.checkpoint.compatibility import loads_states
-from deepspeed.muon.zero.checkpoint.safe_load import read_model
+from deepspeed.muon.zero.checkpoint.engine import read_mapped
+from deepspeed.muon.zero.checkpoint.fit import loads_states
 from deepspeed.muon.zero.checkpoint.universal import MOMENTUM, WEIGHT, Folder, either_name, load_weights_and_states
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.tp_ranks import tp_rank
@@ -99,7 +99,7 @@ class ModelFiles:
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*model_states.pt"), key=lambda file: list(map(int, re.findall(r"\d+", file.name))))
-        self._ranks = [read_model(file) for file in files]
+        self._ranks = [read_mapped(file) for file in files]
         first = self._ranks[0]
         #: The saved state of the learning-rate schedule; ``None`` without one.
         self.lr_scheduler: dict[str, Any] | None = first.get("lr_scheduler")
@@ -290,7 +290,7 @@ def loading_by_name(
             if load_states and found.folder.is_ours:
                 optimizer = engine.basic_optimizer
                 optimizer.second_moments.load(found.folder.groups, optimizer.context.is_logging)
-                optimizer.bind_again()
+                optimizer.after_load()
             _write_untrained(engine, found.folder)
             if engine.global_rank == 0:
                 _log(saved, found.outcomes)

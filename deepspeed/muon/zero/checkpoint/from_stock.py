@@ -29,7 +29,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.state_import import KEYS
-from deepspeed.muon.zero.checkpoint.safe_load import read_model, read_states
+from deepspeed.muon.zero.checkpoint.engine import read_mapped
 from deepspeed.muon.zero.checkpoint.universal import MOMENTUM, ORIGIN, WEIGHT
 
 #: Stock's Muon updates a parameter with AdamW if its name contains one of these.
@@ -79,7 +79,7 @@ class Saved:
         self.model_file, self.stage = folder / name, stage
         if not self.model_file.is_file():
             raise ImportStateError(f"{folder} has no {name}; name the folder of one tag, not the one above it")
-        self.model = read_model(self.model_file)
+        self.model = read_mapped(self.model_file)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.groups: list[dict[str, Any]] = []
         self.matrices: set[str] = set()
@@ -153,7 +153,7 @@ def read(folder: Path) -> Saved:
     if not files:
         return _read_stage0(folder)
     files.sort(key=lambda file: [int(number) for number in re.findall(r"\d+", file.name)])  # by rank
-    ranks = [read_states(file)["optimizer_state_dict"] for file in files]
+    ranks = [read_mapped(file)["optimizer_state_dict"] for file in files]
     bases = [state.get("base_optimizer_state") or state["optimizer_state_dict"] for state in ranks]
     stage = int(ranks[0].get("zero_stage", 1))
     saved = Saved(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else MODEL_FILE, stage)

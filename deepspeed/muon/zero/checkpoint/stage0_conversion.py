@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
-from deepspeed.muon.zero.checkpoint import manifest
-from deepspeed.muon.zero.checkpoint.safe_load import read_model
+from deepspeed.muon.zero.checkpoint.engine import read_mapped
 
 FILE = "mp_rank_00_model_states.pt"
 
@@ -23,16 +22,16 @@ def convert(saved: Path, target: Path) -> None:
     Raises:
         CheckpointError: the states have no parameter names, because stock DeepSpeed or an older version saved them.
     """
-    model, header = read_model(saved / FILE), manifest.read_header(saved)
-    names = header["structures"][0].get("params") if header else None
-    if names is None:
+    model = read_mapped(saved / FILE)
+    optimizer: dict[str, Any] = model["optimizer"]
+    inner, masters = optimizer.get("optimizer_state_dict", optimizer), optimizer.get("fp32_groups")
+    names = [group.get("param_names") for group in inner["param_groups"]]
+    if None in names:
         raise CheckpointError(
             "the optimizer states of this stage-0 checkpoint have no parameter names, because stock DeepSpeed or an "
             "older deepspeed-muon saved it; load it into the unchanged model and save it again, or, if AdamW saved it, "
             "pass its optimizer state and the names to deepspeed.muon.import_state"
         )
-    optimizer: dict[str, Any] = model["optimizer"]
-    inner, masters = optimizer.get("optimizer_state_dict", optimizer), optimizer.get("fp32_groups")
     for index, (group, members) in enumerate(zip(inner["param_groups"], names, strict=True)):
         for place, (key, name) in enumerate(zip(group["params"], members, strict=True)):
             weight = masters[index][place] if masters else model["module"][name]

@@ -38,7 +38,7 @@ from deepspeed.muon.state_import import (
     warn_of_fused,
     write_state,
 )
-from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.zero.checkpoint.engine import read_mapped
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.scheduler_section import apply_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
@@ -172,7 +172,7 @@ class Folder:
                 "-m deepspeed.checkpoint.ds_to_universal, or with ds_muon import if stock DeepSpeed's Muon saved it"
             )
         try:
-            return read_states(file)
+            return read_mapped(file)
         except Exception as error:  # a damaged file can raise anything
             raise ImportStateError(
                 f"{file} cannot be read, so convert the checkpoint again: {type(error).__name__}: {error}"
@@ -258,7 +258,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
         settings = settings_of(group, saved)
         group.update({key: value for key, value in settings.items() if key != STARTED})  # counted again for this layout
         group.pop(KEPT_AS, None)
-    optimizer.bind_again()
+    optimizer.after_load()
     common = folder.common
     if hasattr(wrapper, "clip_grad") and "clip_grad" in common:
         wrapper.clip_grad = common["clip_grad"]

@@ -39,6 +39,10 @@ class Adapter:
         self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
         #: Whether states are swapped to NVMe. Small sub-groups then bound the memory, so nothing warns of them.
         self.is_swapped = bool(getattr(self.wrapper, "swap_optimizer", False))
+        #: Whether the optimizer's states, or parameters, lie on NVMe.
+        self.uses_nvme = self.is_swapped or bool(getattr(self.wrapper, "params_in_nvme_and_cpu", False))
+        #: The saved ZeRO state whose fp32 weights a load under way takes without its optimizer states; on NVMe only.
+        self.weights_from: Mapping[str, Any] | None = None
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
         self.has_warned_of_frozen = False
