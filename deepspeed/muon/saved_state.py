@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.adamw import STARTED
-from deepspeed.muon.math.choice import unknown_in_choice, unknown_methods
+from deepspeed.muon.math.choice import unknown_in_choice
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, storage_dtype, zero_codes
 from deepspeed.muon.step.normuon_moments import SAVED
 from deepspeed.muon.step.partition_step import short_hash
@@ -270,8 +270,7 @@ def routing_difference(
     ours, of_all_stages = muon_names(optimizer), optimizer.context.muon_of_all_stages
     is_of_all_stages = of_all_stages is not None and theirs == of_all_stages.keys()
     if is_of_all_stages or (saved == current and theirs == ours):
-        strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
-        strange += [text for group in groups if "ns_choice" in group for text in unknown_in_choice(group["ns_choice"])]
+        strange = [text for group in groups if "ns_choice" in group for text in unknown_in_choice(group["ns_choice"])]
         names = ", ".join(dict.fromkeys(strange))
         text = f"it was saved with dtypes or methods that this deepspeed-muon does not know, upgrade it: {names}"
         return text if strange else None

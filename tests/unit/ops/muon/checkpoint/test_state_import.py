@@ -145,7 +145,7 @@ def test_files_are_read_in_the_order_of_the_ranks(tmp_path: Path, monkeypatch: p
         read.append(file.name)
         return {"optimizer_state_dict": {"optimizer_state_dict": {"param_groups": [], "state": {}}}}
 
-    monkeypatch.setattr(from_stock, "read_states", states)
+    monkeypatch.setattr(from_stock, "read_mapped", states)
     with pytest.raises(ImportStateError, match="has no mp_rank_00_model_states"):
         from_stock.read(tmp_path)
     assert read == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
