@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.log import logger
-from deepspeed.muon.zero.checkpoint.changed_model import loading_by_name, renames_allowed
 from deepspeed.muon.zero.checkpoint.engine import SafeFiles
 from deepspeed.muon.zero.checkpoint.fit import fitting_zero_state, loads_states, misfit
+from deepspeed.muon.zero.checkpoint.states_by_name import load_by_name, renames_allowed
 from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.scheduler_section import apply_schedule
@@ -192,9 +192,11 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
             adapter.weights_from = raise_on_all_ranks(read, CheckpointError)
             # Otherwise DeepSpeed gathers the weights of all ranks in memory.
             arguments["load_optimizer_states"] |= adapter.weights_from is not None
-        by_name = loading_by_name(engine, arguments, renames) if is_changed and renames is not None else None
-        with by_name or nullcontext(lambda load: load(**arguments)) as call, keeping_scaler(engine.optimizer):
-            result = call(original)
+        if is_changed and renames is not None:
+            result: tuple[Any, Any] = load_by_name(engine, arguments, renames)
+        else:
+            with keeping_scaler(engine.optimizer):
+                result = original(**arguments)
     if result[0] is not None:
         # Gradients of an unfinished step belong to the weights from before the load.
         engine.micro_steps -= _micro_batches_done(engine)

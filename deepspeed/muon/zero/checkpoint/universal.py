@@ -39,13 +39,12 @@ from deepspeed.muon.state_import import (
     write_state,
 )
 from deepspeed.muon.zero.checkpoint.engine import read_mapped
+from deepspeed.muon.zero.checkpoint.saved_files import MOMENTUM, WEIGHT
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.scheduler_section import apply_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
-#: Names, without ``.pt``, of the files with a parameter's fp32 weight and with Muon's momentum.
-WEIGHT, MOMENTUM = "fp32", "exp_avg"
 #: Key in ``optimizer_state.pt``; its value names the optimizer whose checkpoint ``ds_muon import`` converted.
 ORIGIN = "deepspeed_muon_origin"
 #: Replaced if the config asks for a universal checkpoint.
@@ -63,9 +62,6 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
 
     def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
         # Replaces ``_load_universal_checkpoint``. Errors are raised on all ranks, before anything changes.
-        if adapter.opened_universal is not None:
-            load_weights_and_states(adapter, *adapter.opened_universal, load_optimizer_states)
-            return
         check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
         opened, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
         load_weights_and_states(adapter, opened, actions, load_optimizer_states)
@@ -125,6 +121,14 @@ class Folder:
     def _whole(self, name: str, key: str) -> Tensor:
         value = self._open(f"{name}/{MOMENTUM if key == 'momentum_buffer' else key}.pt")
         return value["param"] if isinstance(value, dict) else value
+
+    def has_weight(self, name: str) -> bool:
+        """Return whether the checkpoint has the weight of the parameter ``name``."""
+        return name in self.is_muon
+
+    def has_state(self, name: str) -> bool:
+        """Return whether the checkpoint has the optimizer state of the parameter ``name``."""
+        return (self.zero / name / f"{MOMENTUM}.pt").is_file()
 
     def step(self, name: str) -> float:
         """Return how many optimizer steps the parameter ``name`` had taken at the save."""
@@ -218,11 +222,12 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 
 @torch.no_grad()
-def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
-    """Load the fp32 weights of a universal checkpoint, and its optimizer states if ``load_states``.
+def load_weights_and_states(adapter: Adapter, folder: Any, actions: Actions, load_states: bool) -> None:
+    """Load the fp32 weights of ``folder``, and its optimizer states if ``load_states``.
 
+    ``folder``: a :class:`Folder`, or another reader that has its ``read`` and ``source``.
     ``actions``: parameter name -> how its state is imported: "kept", "zero" or "first_moment" (of AdamW, as momentum).
-    At stages 1 and 2 DeepSpeed then copies the weights into the model; at stage 0 call :meth:`Stage0.publish_weights`.
+    Afterwards the weights must be copied into the model; see :meth:`Adapter.publish_weights`.
     """
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():

@@ -46,8 +46,6 @@ class Adapter:
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
         self.has_warned_of_frozen = False
-        #: The universal checkpoint that is being loaded by names, and what to do with each parameter; mostly ``None``.
-        self.opened_universal: tuple[Any, dict[str, str]] | None = None
 
     @property
     def moved_states(self) -> list[str]:
@@ -122,6 +120,10 @@ class Adapter:
             getattr(self.wrapper, name, {}).clear()
         if self.optimizer.qk_clip:
             self.optimizer.qk_clip.watch.clear()
+
+    def publish_weights(self) -> None:
+        """Copy the optimizer's fp32 weights into the model's parameters. Call this after loading fp32 weights."""
+        raise NotImplementedError
 
     def release(self) -> None:
         """Release what the model or DeepSpeed would keep of a destroyed engine: QK-clip's hooks and scratch memory."""

@@ -124,6 +124,10 @@ class Stage3(Adapter):
             self.replace("state_dict", self._save_weights)
             self.optimizer.saved_form.read = partial(nvme.mapped_if_swapped, self.wrapper)
 
+    def publish_weights(self) -> None:
+        """Gather the parameters that stay whole on all ranks; :meth:`resident_partitions` has copied the others."""
+        self.wrapper.checkpoint_event_epilogue()
+
     def release(self) -> None:
         """Make DeepSpeed also forget the model, and so the engine: its modules stay in a list and a cache otherwise."""
         from deepspeed.runtime.zero import parameter_offload

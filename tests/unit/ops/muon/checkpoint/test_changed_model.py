@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon import CheckpointError, MuonConfigError
-from deepspeed.muon.zero.checkpoint.changed_model import renames_allowed
+from deepspeed.muon.zero.checkpoint.states_by_name import renames_allowed
 from helpers import nvme
 from helpers.changed_models import (
     ADAMW,
