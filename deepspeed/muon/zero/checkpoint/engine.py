@@ -136,7 +136,7 @@ class SafeFiles(CheckpointEngine):
     def _remove_older(self) -> None:
         """Remove the files of an older checkpoint of this tag, whose ranks or stage may have been others."""
         if not self.is_first or self._folder not in {path.parent for path in self._files}:
-            return  # save_16bit_model writes its file beside the folders of tags
+            return  # save_16bit_model writes its file next to the folders of tags
         older = [*self._folder.glob("*model_states.pt"), *self._folder.glob("*optim_states.pt")]
         latest = self._save_dir / "latest"
         if older and latest.is_file() and self._save_dir / latest.read_text().strip() == self._folder:

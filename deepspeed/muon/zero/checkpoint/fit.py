@@ -19,6 +19,9 @@ from deepspeed.muon.zero.tp_ranks import tp_rank
 
 Arguments = Mapping[str, Any]
 """{name of an argument of ``load_checkpoint``: value}."""
+#: Names of the files with a part of the model, and with a rank's optimizer state under ZeRO.
+MODEL_FILE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states.pt")
+SHARD_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states.pt")
 Shapes = dict[str, tuple[int, ...]]
 """{name of a parameter or buffer: its shape}."""
 
@@ -37,7 +40,7 @@ def misfit(engine: Any, arguments: Arguments) -> str | None:
         CheckpointError: a file is missing or cannot be read.
     """
     folder, stage = Path(arguments["load_dir"], arguments["tag"]), engine.zero_optimization_stage()
-    if text := _difference_in_names(engine, arguments, folder):
+    if text := _names_difference(engine, arguments, folder):
         return text
     model = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
     if loads_states(arguments, "lr_scheduler") and engine.lr_scheduler is not None and model["lr_scheduler"] is None:
@@ -57,18 +60,18 @@ def misfit(engine: Any, arguments: Arguments) -> str | None:
 def fitting_zero_state(engine: Any, arguments: Arguments) -> Mapping[str, Any] | None:
     """Return this rank's saved ZeRO state if it has the layout of the engine's tensors, otherwise ``None``."""
     everything = {**arguments, "load_optimizer_states": True, "load_module_only": False}
-    if _difference_in_names(engine, everything, Path(arguments["load_dir"], arguments["tag"])):
+    if _names_difference(engine, everything, Path(arguments["load_dir"], arguments["tag"])):
         return None
     model = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
     states = _states(engine, arguments, model)
     return None if _layout_difference(engine, model, states, "") else states
 
 
-def _difference_in_names(engine: Any, arguments: Arguments, folder: Path) -> str | None:
+def _names_difference(engine: Any, arguments: Arguments, folder: Path) -> str | None:
     """Return why the files in ``folder`` are not those of this stage, precision, ranks and parts of the model."""
     names = [file.name for file in folder.iterdir()]
-    models = [name for name in names if re.match(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states.pt$", name)]
-    shards = [name for name in names if re.search(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states.pt$", name)]
+    models = [name for name in names if MODEL_FILE.fullmatch(name)]
+    shards = list(filter(None, map(SHARD_FILE.fullmatch, names)))
     if not models:
         return None  # it is missing, which is damage
     parts = len({name.split("mp_rank_")[1] for name in models})
@@ -81,7 +84,7 @@ def _difference_in_names(engine: Any, arguments: Arguments, folder: Path) -> str
     if (saved == "3") != (stage == 3) or (wants_states and (saved == "0") != (stage == 0)):
         return f"it was saved at ZeRO stage {saved}, this run has stage {stage}; {convert}"
     wants_states |= stage == 3 and engine.has_moe_layers  # then DeepSpeed loads weights from the same files as states
-    ranks, size = len({re.findall(r"rank_(\d+)", name)[0] for name in shards}), engine.seq_dp_world_size
+    ranks, size = len({shard[2] for shard in shards}), engine.seq_dp_world_size
     if ranks and ranks != size and wants_states:
         return f"it was saved on {ranks} rank{'s' * (ranks > 1)}, this run has {size}; {convert}"
     if ranks < size and stage == 3:  # each rank first reads a model file named after it
@@ -89,9 +92,9 @@ def _difference_in_names(engine: Any, arguments: Arguments, folder: Path) -> str
             f"it was saved on {ranks} rank{'s' * (ranks > 1)}, and this run has {size}: at stage 3 even loading only "
             f"its weights needs at most as many ranks as saved it; {convert}"
         )
-    if shards and wants_states and shards[0].startswith("bf16") != engine.bfloat16_enabled():
-        precisions = ("bf16", "another") if shards[0].startswith("bf16") else ("another", "bf16")
-        return "it was saved in {} precision, this run has {}; {}".format(*precisions, convert)
+    if shards and wants_states and bool(shards[0][1]) != engine.bfloat16_enabled():
+        before, now = ("bf16", "another") if shards[0][1] else ("another", "bf16")
+        return f"it was saved in {before} precision, this run has {now}; {convert}"
     return None
 
 
@@ -175,8 +178,8 @@ def _layout_difference(engine: Any, model: Mapping[str, Any], states: Mapping[st
         inner = states.get("optimizer_state_dict", states)
         return _order_difference(_sizes(inner), _sizes_of(engine.basic_optimizer))
     if ("loss_scaler" in states) != hasattr(wrapper, "loss_scaler"):
-        which = ("with", "without") if hasattr(wrapper, "loss_scaler") else ("without", "with")
-        return "it was saved {} DeepSpeed's BF16_Optimizer, this run is {} it; {}".format(*which, convert)
+        before, now = ("with", "without") if hasattr(wrapper, "loss_scaler") else ("without", "with")
+        return f"it was saved {before} DeepSpeed's BF16_Optimizer, this run is {now} it; {convert}"
     saved, current = (
         [[(name, list(shape)) for name, shape in group.items()] for group in shapes]
         for shapes in (model["param_shapes"], engine._get_zero_param_shapes())

@@ -105,7 +105,7 @@ class SavedFiles:
 
     @property
     def is_ours(self) -> bool:
-        """Whether deepspeed-muon saved it."""
+        """Return whether deepspeed-muon saved it."""
         return self.saved_by == "deepspeed-muon"
 
     @property
@@ -123,8 +123,9 @@ class SavedFiles:
     def step(self, name: str) -> float:
         """Return how many steps the parameter had taken when it was saved."""
         missed = next((group[STARTED][name] for group in self.groups if name in group.get(STARTED, {})), 0)
-        model = self.model.first
-        return self._steps.get(name, float(model["global_steps"] - model["skipped_steps"])) - missed
+        # Stock's Muon counts no steps of its own; those of another parameter, or the engine's, are the same.
+        engines = float(self.model.first["global_steps"] - self.model.first["skipped_steps"])
+        return self._steps.get(name, next(iter(self._steps.values()), engines)) - missed
 
     def has_weight(self, name: str) -> bool:
         """Return whether the checkpoint has the fp32 weight of the parameter ``name``."""

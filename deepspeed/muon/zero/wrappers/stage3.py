@@ -115,7 +115,7 @@ class Stage3(Adapter):
         self.replace("offload_states", self._offload)
         self.replace("reload_states", self._reload)
         if self.uses_nvme:
-            # DeepSpeed would copy swap files beside the checkpoint, and load nothing but them.
+            # DeepSpeed would add copies of swap files to the checkpoint, and load nothing but them.
             self.replace("zero_nvme_offload_optimizer", lambda original: False, self.engine)
             self.replace("_rigid_load_state_dict", self._load_zero_file)
             self.replace("_restore_from_bit16_weights", self._load_weights)
@@ -154,7 +154,7 @@ class Stage3(Adapter):
         nvme.restore(self.wrapper, self.optimizer, saved, load_optimizer_states and self.weights_from is None)
 
     def _load_weights(self, original: Callable) -> None:
-        """Replace the wrapper's ``_restore_from_bit16_weights``, which a load of weights alone ends with."""
+        """Replace the wrapper's ``_restore_from_bit16_weights``, which ends a load of only the weights."""
         if self.weights_from is None:
             nvme.refresh_fp32_weights(self.wrapper)
         else:

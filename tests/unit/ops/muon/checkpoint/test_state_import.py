@@ -158,7 +158,7 @@ def test_what_starts_at_zero_counts_its_steps_anew() -> None:
     assert not states[zeroed]["exp_avg"].any() and bool((states[kept[0]]["exp_avg"] == 1).all())
 
 
-@pytest.mark.parametrize(("steps", "count"), [({"a": 4.0}, 4), ({}, 5)])
+@pytest.mark.parametrize(("steps", "count"), [({"a": 4.0}, 4), ({"b": 4.0}, 4), ({}, 5)])
 def test_skipped_steps_do_not_count(steps: dict[str, float], count: int) -> None:
     """Steps are counted by the states; where these count none, by the engine, whose count includes skipped steps."""
     saved = object.__new__(saved_files.SavedFiles)
