@@ -8,17 +8,16 @@ DeepSpeed calls ``makedirs``, ``create``, ``save`` (once per file) and ``commit`
 from __future__ import annotations
 
 import os
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.zero.checkpoint.saved_files import read_mapped
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 
 #: Suffix of the name of a file that is not complete yet.
@@ -41,8 +40,7 @@ class SafeFiles(CheckpointEngine):
         self.opened: dict[str, Any] | None = None
         #: Whether the next ``commit`` writes the file ``latest``. DeepSpeed would write it without these precautions.
         self.names_latest = False
-        #: The first error of the save.
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
         self._save_dir, self._folder = Path(), Path()
         #: Final path -> temporary path of each file that this rank has begun to write.
         self._files: dict[Path, Path] = {}
@@ -56,18 +54,15 @@ class SafeFiles(CheckpointEngine):
         """Begin a save, and remove temporary files that a killed save has left; a collective."""
         self.contents.create(info)
         self._save_dir, self._folder = Path(info.save_dir), Path(info.save_dir, info.tag)
-        with self.errors_kept():
-            for file in self._folder.glob(f"*{TEMPORARY}") if self.is_first else ():
-                file.unlink()
-        self._on_all_ranks(lambda: None)
+        self._on_all_ranks(lambda: _remove(self._folder.glob(f"*{TEMPORARY}") if self.is_first else ()))
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write ``state_dict`` to a temporary file, which ``commit`` will rename to ``path``."""
-        if self.error is None:
+        if self._error is None:
             with self.errors_kept():
                 self._write(state_dict, Path(path))
-            if isinstance(self.error, OSError):
-                self.error.filename = path
+            if isinstance(self._error, OSError):
+                self._error.filename = path
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
         """Rename all ranks' temporary files, then write ``latest``; return True. A collective."""
@@ -94,32 +89,30 @@ class SafeFiles(CheckpointEngine):
         except CheckpointError:  # all ranks have raised it
             raise
         except (Exception, SystemExit) as error:
-            self.error = self.error or error
+            self._error = self._error or error
 
-    def _on_all_ranks(self, act: Callable[[], None]) -> None:
-        """Call ``act`` unless a rank has kept an error. Raise the errors of all ranks, after removing their files."""
+    def _on_all_ranks(self, act: Callable[[], Any]) -> None:
+        """Call ``act``; if a rank has kept an error or raises one, raise those of all ranks, and clean up."""
+
+        def attempt() -> None:
+            if self._error is not None:
+                raise self._error
+            act()
+
+        def failure(reasons: str) -> CheckpointError:
+            return CheckpointError(
+                f"the checkpoint {self._folder} could not be saved: {reasons}. latest does not name an incomplete "
+                "checkpoint, and training can continue. Save again once the cause is removed"
+            )
+
         try:
-            with self.errors_kept():
-                if self.error is None:
-                    act()
-            raise_on_all_ranks(self._raise_error, self._failure)
+            raise_on_all_ranks(attempt, failure)
         except CheckpointError:
             with suppress(OSError):
-                for temporary in self._files.values():
-                    temporary.unlink(missing_ok=True)
+                _remove(self._files.values())
                 self._folder.rmdir()  # only if it is empty
-            self.error, self._files, self.names_latest = None, {}, False
+            self._error, self._files, self.names_latest = None, {}, False
             raise
-
-    def _raise_error(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def _failure(self, reasons: str) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {self._folder} could not be saved: {reasons}. latest does not name an incomplete "
-            "checkpoint, and training can continue. Save again once the cause is removed"
-        )
 
     def _write(self, state_dict: Any, path: Path) -> None:
         temporary = self._files[path] = path.with_name(f"{path.name}.{self.rank}{TEMPORARY}")
@@ -143,8 +136,7 @@ class SafeFiles(CheckpointEngine):
             latest.unlink()
             _sync(self._save_dir)
             self.names_latest = True
-        for file in older:
-            file.unlink()
+        _remove(older)
 
     def _place(self) -> None:
         for path, temporary in self._files.items():
@@ -161,9 +153,9 @@ class SafeFiles(CheckpointEngine):
             _sync(self._save_dir)
 
 
-def read_mapped(path: str | Path) -> Any:
-    """Return the contents of a checkpoint file, with tensors that are mapped from it if its format permits."""
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+def _remove(files: Iterable[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

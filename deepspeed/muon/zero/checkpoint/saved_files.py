@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,6 @@ from deepspeed.muon.errors import ImportStateError
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.saved_state import NAMES, saved_groups
 from deepspeed.muon.state_import import KEYS, Source
-from deepspeed.muon.zero.checkpoint.engine import read_mapped
 
 #: Key of a parameter's fp32 weight, and of Muon's momentum in our files.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
@@ -233,6 +233,11 @@ class SavedFiles:
     def _fit(self, names: list[str], entries: list[Mapping[str, Any]]) -> bool:
         shapes = [next((e[k].shape for k in ("momentum_buffer", "exp_avg") if k in e), None) for e in entries]
         return [self.model.shapes.get(name) for name in names] == [s and tuple(s) for s in shapes]
+
+
+def read_mapped(path: str | Path) -> Any:
+    """Return the contents of a checkpoint file, with tensors that are mapped from it if its format permits."""
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
 def _by_rank(files: Iterator[Path]) -> list[Path]:

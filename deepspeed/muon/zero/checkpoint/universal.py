@@ -38,8 +38,7 @@ from deepspeed.muon.state_import import (
     warn_of_fused,
     write_state,
 )
-from deepspeed.muon.zero.checkpoint.engine import read_mapped
-from deepspeed.muon.zero.checkpoint.saved_files import MOMENTUM, WEIGHT
+from deepspeed.muon.zero.checkpoint.saved_files import MOMENTUM, WEIGHT, read_mapped
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.scheduler_section import apply_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank

@@ -200,7 +200,7 @@ def read_log(folder: Path, rank: int) -> list[list[str]]:
 
 @dataclass
 class Reference:
-    """An undisturbed run; for each rank, log line -> value, and phase -> number of events; the files of a checkpoint."""
+    """An undisturbed run: by rank {log line: value} and {phase: number of events}; the files of a checkpoint."""
 
     lines: list[dict[str, str]]
     events: list[dict[str, int]]
