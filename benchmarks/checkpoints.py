@@ -27,7 +27,6 @@ def saves(
     rounds: int = 5,
     stage: int = 2,
     place: str = "",
-    unchecked: bool = False,
 ) -> str:
     """Seconds of a save and a load, in turn: Muon, AdamW, and `dd conv=fsync` of as many bytes, a process per rank.
 
@@ -40,11 +39,9 @@ def saves(
         rounds: of each
         stage: of ZeRO
         place: the folder on the disk; a temporary one
-        unchecked: torch computes no CRC-32 of what it writes
     """
     with tempfile.TemporaryDirectory(dir=place or None) as folder:
         setting = {"width": width, "layers": layers, "rounds": rounds, "stage": stage, "folder": folder}
-        setting["unchecked"] = unchecked
         found = ranks.run(rank, setting, world=world)[0]
     rows = [
         {"of": what, "what": kind, "MB": found["bytes"][what] / 1e6, **summary(times)}
@@ -54,13 +51,12 @@ def saves(
     return report.table(rows)
 
 
-def rank(width: int, layers: int, rounds: int, stage: int, folder: str, unchecked: bool) -> dict[str, Any]:
+def rank(width: int, layers: int, rounds: int, stage: int, folder: str) -> dict[str, Any]:
     """Seconds and bytes by what is saved."""
     import torch.distributed as dist
 
     import deepspeed
 
-    torch.serialization.set_crc32_options(not unchecked)
     with ranks.joined():
         engines = {}
         for name in OPTIMIZERS:

@@ -381,14 +381,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Return the quantization blocks of a tensor's int8 momentum: which elements share a scale."""
         return self._blocks.get(tensor) or whole_parameter(tensor)  # before bind, a tensor is a whole parameter
 
-    @staticmethod
-    def host_zeros(numel: int) -> Tensor:
-        """Return fp32 zeros ``[numel]`` on the CPU, into which ``state_dict`` decodes an int8 momentum.
-
-        While a DeepSpeed engine saves a checkpoint, a function that maps the tensor from a file replaces this one.
-        """
-        return torch.zeros(numel, dtype=torch.float32, device="cpu")
-
     def state_keys(self, tensor: Tensor) -> list[str]:
         """Return the keys of a tensor's state for :meth:`read_state`, such as ``["exp_avg", "exp_avg_sq", "step"]``.
 

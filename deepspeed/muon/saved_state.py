@@ -100,7 +100,8 @@ class SavedForm:
         if CODES in entry:
             # Saved as fp32, which every reader of checkpoints understands; a load computes the same codes from it.
             codes = entry[CODES]
-            values = optimizer.blocks_of(tensor).read_into(optimizer.host_zeros(codes.numel()), entry)
+            values = torch.zeros(codes.numel(), dtype=torch.float32, device="cpu")
+            optimizer.blocks_of(tensor).read_into(values, entry)
             del entry[CODES], entry[ABSMAX]
             entry[MOMENTUM] = values.view(codes.shape)
         if self.is_convertible and MOMENTUM in entry:

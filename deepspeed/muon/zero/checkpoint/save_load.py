@@ -20,7 +20,7 @@ from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.log import logger
 from deepspeed.muon.zero.checkpoint.engine import SafeFiles
 from deepspeed.muon.zero.checkpoint.fit import fitting_zero_state, loads_states, misfit
-from deepspeed.muon.zero.checkpoint.states_by_name import load_by_name, renames_allowed
+from deepspeed.muon.zero.checkpoint.states_by_name import Renames, load_by_name, renames_allowed
 from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.scheduler_section import apply_schedule
@@ -169,45 +169,59 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     """
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
-    adapter, is_universal = engine.muon_adapter, engine.load_universal_checkpoint()
     renames = renames_allowed(engine._config._param_dict.get("checkpoint"))
-    if is_universal and renames is None:
-        refuse_universal(engine)
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         # With load_module_only and optimizer states DeepSpeed would load nothing.
         arguments["load_optimizer_states"] = False
+    wants_states, rates = loads_states(arguments), [group["lr"] for group in engine.basic_optimizer.param_groups]
     with _reading_once(engine):
-        tag: str | None
-        if is_universal:
-            tag = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError)
-            is_changed = renames is not None
-            _gathered_tag.set("")
-        else:
-            tag, is_changed = _agreed(engine, arguments, may_change=renames is not None)
-            _gathered_tag.set(tag)
-        arguments["tag"] = tag
-        rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
-        if tag is not None and adapter.uses_nvme and not (is_universal or is_changed or loads_states(arguments)):
-            read = partial(fitting_zero_state, engine, arguments)
-            adapter.weights_from = raise_on_all_ranks(read, CheckpointError)
-            # Otherwise DeepSpeed gathers the weights of all ranks in memory.
-            arguments["load_optimizer_states"] |= adapter.weights_from is not None
-        if is_changed and renames is not None:
+        by_name = _find(engine, arguments, renames)
+        if by_name and renames is not None:
             result: tuple[Any, Any] = load_by_name(engine, arguments, renames)
         else:
             with keeping_scaler(engine.optimizer):
                 result = original(**arguments)
     if result[0] is not None:
-        # Gradients of an unfinished step belong to the weights from before the load.
-        engine.micro_steps -= _micro_batches_done(engine)
-        adapter.drop_gradients()
-        if is_changed or not loads_states(arguments):  # otherwise the groups have the checkpoint's rates
-            apply_schedule(engine)
+        _finish(engine, has_rates=wants_states and not by_name)
         _warn_of_rates(engine, rates)
-        is_stage_0 = engine.zero_optimization_stage() == 0  # under ZeRO the engine does this itself
-        if not arguments["load_optimizer_states"] and is_stage_0 and hasattr(adapter.wrapper, "refresh_fp32_params"):
-            adapter.wrapper.refresh_fp32_params()  # or the next step would restore the old weights
+        wrapper, is_stage_0 = engine.muon_adapter.wrapper, not engine.zero_optimization()
+        if is_stage_0 and not arguments["load_optimizer_states"] and hasattr(wrapper, "refresh_fp32_params"):
+            wrapper.refresh_fp32_params()  # under ZeRO DeepSpeed does it; else the next step restores the old weights
     return result
+
+
+def _find(engine: Any, arguments: dict[str, Any], renames: Renames | None) -> bool:
+    """Find the checkpoint, set ``arguments["tag"]``, and return whether it must be loaded by parameter names.
+
+    A collective. ``renames``: ``None`` if a load by names is not allowed.
+
+    Raises:
+        CheckpointError, UnsupportedError: on all ranks, if the checkpoint cannot be loaded.
+    """
+    if engine.load_universal_checkpoint():
+        if renames is None:
+            refuse_universal(engine)
+        arguments["tag"] = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError)
+        _gathered_tag.set("")
+        return renames is not None
+    arguments["tag"], by_name = _agreed(engine, arguments, may_change=renames is not None)
+    _gathered_tag.set(arguments["tag"])
+    adapter = engine.muon_adapter
+    if arguments["tag"] is not None and adapter.uses_nvme and not by_name and not loads_states(arguments):
+        read = partial(fitting_zero_state, engine, arguments)
+        adapter.weights_from = raise_on_all_ranks(read, CheckpointError)
+        # Otherwise DeepSpeed gathers the weights of all ranks in memory.
+        arguments["load_optimizer_states"] |= adapter.weights_from is not None
+    return by_name
+
+
+def _finish(engine: Any, has_rates: bool) -> None:
+    """Begin the step again. ``has_rates``: whether the groups have the checkpoint's learning rates."""
+    # Gradients of an unfinished step belong to the weights from before the load.
+    engine.micro_steps -= _micro_batches_done(engine)
+    engine.muon_adapter.drop_gradients()
+    if not has_rates:
+        apply_schedule(engine)
 
 
 @contextmanager

@@ -266,22 +266,14 @@ def _check_schedule(engine: Any, arguments: Mapping[str, Any], model: Mapping[st
 
 def _load_counters(engine: Any, arguments: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Load what DeepSpeed keeps in the model's file, except weights; return the script's ``client_state``."""
-    left_out = set(COUNTED) if not arguments["load_module_only"] else {"module"}
-    left_out |= {
-        key
-        for key, kind in {"lr_scheduler": "lr_scheduler", "optimizer": "optimizer"}.items()
-        if arguments[f"load_{kind}_states"]
-    }
+    left_out = {"module"} if arguments["load_module_only"] else set(COUNTED)
+    left_out |= {kind for kind in ("lr_scheduler", "optimizer") if arguments[f"load_{kind}_states"]}
     if not arguments["load_module_only"]:
         if loads_states(arguments, "lr_scheduler") and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
         if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and model.get("random_ltd"):
             engine.random_ltd_scheduler.load_state_dict(model["random_ltd"])
-        if (
-            engine.training_dataloader is not None
-            and engine.curriculum_learning_enabled()
-            and model.get("data_sampler")
-        ):
+        if engine.curriculum_learning_enabled() and engine.training_dataloader and model.get("data_sampler"):
             engine.training_dataloader.data_sampler.load_state_dict(model["data_sampler"])
         engine.global_steps, engine.skipped_steps = model["global_steps"], model["skipped_steps"]
         engine.global_samples = model.get("global_samples", engine.global_steps * engine.train_batch_size())

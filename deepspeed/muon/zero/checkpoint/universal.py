@@ -54,31 +54,36 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
     """Make the adapter's engine load universal checkpoints, and save what DeepSpeed's converter needs."""
     from deepspeed.checkpoint import constants
 
-    engine, optimizer = adapter.engine, adapter.optimizer
+    engine = adapter.engine
     if getattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, None) is None:
         info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
-
-    def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        # Replaces ``_load_universal_checkpoint``. Errors are raised on all ranks, before anything changes.
-        check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
-        opened, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
-        load_weights_and_states(adapter, opened, actions, load_optimizer_states)
-        if load_optimizer_states and opened.is_ours:
-            _load_second_moments(engine, optimizer, opened)
-            _load_settings(adapter.wrapper, optimizer, opened)
-        else:
-            apply_schedule(engine)
-        if engine.global_rank == 0:
-            log_import(optimizer, opened.source, actions)
-            if not opened.is_ours:
-                warn_of_fused(optimizer, opened.source, actions)
-            _warn_of_what_stays(engine, optimizer)
-
     if hasattr(adapter.wrapper, "_load_universal_checkpoint"):  # not at stage 0
-        adapter.replace("_load_universal_checkpoint", load)
+        adapter.replace("_load_universal_checkpoint", partial(_load, adapter))
     if engine.load_universal_checkpoint():
         replace(engine, "_get_all_ckpt_names", either_name)
+
+
+def _load(adapter: Adapter, original: Callable, path: str, load_states: bool, load_from_fp32_weights: bool) -> None:
+    """Replace the wrapper's ``_load_universal_checkpoint``: load the universal checkpoint ``path``; a collective.
+
+    Raises:
+        ImportStateError: on all ranks, before anything changes, if the checkpoint does not fit.
+    """
+    engine, optimizer = adapter.engine, adapter.optimizer
+    check = partial(_opened, engine, optimizer, path, load_states)
+    folder, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
+    load_weights_and_states(adapter, folder, actions, load_states)
+    if load_states and folder.is_ours:
+        _load_second_moments(engine, optimizer, folder)
+        _load_settings(adapter.wrapper, optimizer, folder)
+    else:
+        apply_schedule(engine)
+    if engine.global_rank == 0:
+        log_import(optimizer, folder.source, actions)
+        if not folder.is_ours:
+            warn_of_fused(optimizer, folder.source, actions)
+        _warn_of_what_stays(engine, optimizer)
 
 
 def either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:

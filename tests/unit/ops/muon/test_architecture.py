@@ -48,7 +48,7 @@ LIBRARIES: dict[str, set[str]] = {
     **{name: set() for name in ("errors", "log", "seam", "version", "plan")},
     "kernels": {"torch", "triton", "quack", "packaging", "psutil"},
     "config": {"pydantic"},
-    "zero": {"torch", "numpy", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
+    "zero": {"torch", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
     "monitor": {"torch", "tensorboard"},
     "cli": {"torch", "transformers", "matplotlib", "yaml", "hjson"},  # hjson as DeepSpeed itself
 }
@@ -74,7 +74,6 @@ IN_FP64 = {
     "matrices.routing": "dtypes of the user's parameters",
     "exchange.groups": "where `has_fp64`",
     "monitor.step_stats": "on the CPU",
-    "zero.checkpoint.safe_load": "NumPy's",
 }
 KINDS = ("torch.cuda", "torch.mps", "torch.npu", "torch.xpu", "torch.hpu", "torch.backends.cuda", "torch.backends.mps")
 
