@@ -22,15 +22,17 @@ from deepspeed.muon.zero.consensus import raise_on_all_ranks
 
 #: Suffix of the name of a file that is not complete yet.
 TEMPORARY = ".muon-tmp"
+FAILED = (
+    "the checkpoint {} could not be saved: {}. latest does not name an incomplete checkpoint, and training can "
+    "continue. Save again once the cause is removed"
+)
 
 
 class SafeFiles(CheckpointEngine):
     """A checkpoint engine that writes temporary files, and renames them once the files of all ranks are on disk.
 
-    Args:
-        contents: DeepSpeed's default checkpoint engine, which writes and reads the contents of a file.
-        rank: this rank, for the names of its temporary files.
-        is_first: whether this is the first of the ranks that see the same folders: rank 0, or each node's first rank.
+    ``contents``: DeepSpeed's default checkpoint engine, which writes and reads the contents of a file. ``is_first``:
+    whether this is the first of the ranks that see the same folders: rank 0, or each node's first rank.
     """
 
     def __init__(self, contents: CheckpointEngine, rank: int, is_first: bool) -> None:
@@ -41,7 +43,7 @@ class SafeFiles(CheckpointEngine):
         #: Whether the next ``commit`` writes the file ``latest``. DeepSpeed would write it without these precautions.
         self.names_latest = False
         self._error: BaseException | None = None
-        self._save_dir, self._folder = Path(), Path()
+        self._save_dir = self._folder = Path()
         #: Final path -> temporary path of each file that this rank has begun to write.
         self._files: dict[Path, Path] = {}
 
@@ -99,14 +101,8 @@ class SafeFiles(CheckpointEngine):
                 raise self._error
             act()
 
-        def failure(reasons: str) -> CheckpointError:
-            return CheckpointError(
-                f"the checkpoint {self._folder} could not be saved: {reasons}. latest does not name an incomplete "
-                "checkpoint, and training can continue. Save again once the cause is removed"
-            )
-
         try:
-            raise_on_all_ranks(attempt, failure)
+            raise_on_all_ranks(attempt, lambda reasons: CheckpointError(FAILED.format(self._folder, reasons)))
         except CheckpointError:
             with suppress(OSError):
                 _remove(self._files.values())
@@ -146,11 +142,11 @@ class SafeFiles(CheckpointEngine):
 
     def _write_latest(self) -> None:
         if self.is_first and self.names_latest:
-            temporary = self._save_dir / f"latest{TEMPORARY}"
+            latest, temporary = self._save_dir / "latest", self._save_dir / f"latest{TEMPORARY}"
             temporary.write_text(str(self._folder.relative_to(self._save_dir)))
             _sync(temporary)
-            temporary.replace(self._save_dir / "latest")
-            _sync(self._save_dir)
+            self._files = {latest: temporary}
+            self._place()
 
 
 def _remove(files: Iterable[Path]) -> None:

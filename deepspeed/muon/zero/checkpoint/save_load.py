@@ -186,7 +186,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         _warn_of_rates(engine, rates)
         wrapper, is_stage_0 = engine.muon_adapter.wrapper, not engine.zero_optimization()
         if is_stage_0 and not arguments["load_optimizer_states"] and hasattr(wrapper, "refresh_fp32_params"):
-            wrapper.refresh_fp32_params()  # under ZeRO DeepSpeed does it; else the next step restores the old weights
+            wrapper.refresh_fp32_params()  # under ZeRO DeepSpeed does it; or the next step would undo the load
     return result
 
 
