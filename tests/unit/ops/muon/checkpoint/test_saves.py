@@ -241,3 +241,26 @@ def test_a_tag_that_is_being_replaced_is_not_the_latest(tmp_path: Path) -> None:
     """Nothing of the older checkpoint is left, so a load cannot mix two saves."""
     for error, is_latest in run(kill_while_a_tag_is_replaced, 2, folder=str(tmp_path)):
         assert not is_latest and "cannot be loaded, and nothing was changed" in error
+
+
+# ---- next to checkpoints ---------------------------------------------------------------------------------------
+
+
+def save_the_model_between_checkpoints(folder: str, stage: int) -> list[str]:
+    """Save 16-bit weights into the folder of checkpoints, replace the checkpoint, and load it; return the files."""
+    zero = {"zero": {"stage3_gather_16bit_weights_on_model_save": True}} if stage == 3 else {}
+    engine = fresh_engine(0, {"stage": stage} | zero)
+    engine.save_checkpoint(folder, tag="one")
+    assert engine.save_16bit_model(folder)
+    before = sorted(tree(Path(folder)))
+    engine.save_checkpoint(folder, tag="one", save_latest=False)
+    assert sorted(tree(Path(folder))) == before and Path(folder, "latest").read_text() == "one"
+    assert engine.load_checkpoint(folder)[0] is not None
+    engine.destroy()
+    return before
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_that_is_saved_next_to_a_checkpoint_leaves_it_alone(stage: int, tmp_path: Path) -> None:
+    files = run(save_the_model_between_checkpoints, 2, folder=str(tmp_path), stage=stage)[0]
+    assert "pytorch_model.bin" in files and len([name for name in files if name.endswith("states.pt")]) == stage + 1
