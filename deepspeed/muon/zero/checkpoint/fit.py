@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
 from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.saved_state import conversion, routing_difference, saved_groups
+from deepspeed.muon.saved_state import NAMES, conversion, routing_difference, saved_groups
 from deepspeed.muon.zero.tp_ranks import tp_rank
 
 Arguments = Mapping[str, Any]
@@ -175,8 +175,7 @@ def _layout_difference(engine: Any, model: Mapping[str, Any], states: Mapping[st
     if before and now and before != now:
         return f"it was saved in {before} precision, this run has {now}; {convert}"
     if not engine.zero_optimization():
-        inner = states.get("optimizer_state_dict", states)
-        return _order_difference(_sizes(inner), _sizes_of(engine.basic_optimizer))
+        return _order_difference(*_stage0_orders(engine.basic_optimizer, states.get("optimizer_state_dict", states)))
     if ("loss_scaler" in states) != hasattr(wrapper, "loss_scaler"):
         before, now = ("with", "without") if hasattr(wrapper, "loss_scaler") else ("without", "with")
         return f"it was saved {before} DeepSpeed's BF16_Optimizer, this run is {now} it; {convert}"
@@ -203,15 +202,17 @@ def _precision(config: Any) -> str | None:
     return next((short for name, short in names.items() if (config.get(name) or {}).get("enabled")), "fp32")
 
 
-def _sizes(states: Mapping[str, Any]) -> list[int | None]:
-    """Return the number of elements of each parameter in stage-0 optimizer states; ``None`` for one without a state."""
-    indices = [index for group in states["param_groups"] for index in group["params"]]
-    found = [states["state"].get(index, {}) for index in indices]
-    return [entry["exp_avg"].numel() if "exp_avg" in entry else None for entry in found]
+def _stage0_orders(optimizer: Any, states: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the saved and the current order of the parameters at stage 0: by name or, if none were saved, by size.
 
-
-def _sizes_of(optimizer: Any) -> list[int | None]:
-    return [param.numel() for group in optimizer.param_groups for param in group["params"]]
+    The saved size of a parameter without a state is ``None``.
+    """
+    if all(NAMES in group for group in states["param_groups"]):
+        names = [group[NAMES] for group in states["param_groups"]]
+        return list(itertools.chain(*names)), list(itertools.chain(*optimizer.saved_form.names))
+    entries = [states["state"].get(index, {}) for group in states["param_groups"] for index in group["params"]]
+    saved = [entry["exp_avg"].numel() if "exp_avg" in entry else None for entry in entries]
+    return saved, [param.numel() for group in optimizer.param_groups for param in group["params"]]
 
 
 def _order_difference(saved: list[Any], current: list[Any]) -> str | None:
