@@ -86,7 +86,7 @@ def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
             for group in optimizer.param_groups:
                 if group["use_muon"]:
                     group["ns_choice"] = choice
-            optimizer.bind_again()
+            optimizer.after_load()
             for key, bound in optimizer._steps.items() if way == "to itself" else ():
                 bound.exchange.group = torch.distributed.group.WORLD
                 plan = dataclasses.replace(bound.plan, buckets=tuple(map(sent_to_itself, bound.plan.buckets)))

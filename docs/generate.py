@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pages that follow from the code: configuration, wrong configurations, damaged checkpoints, changed models.
+"""Write the pages that follow from the code: configuration, wrong configurations, changed models.
 
 Usage: python docs/generate.py
 """
@@ -156,16 +156,6 @@ Wrong configurations and what each of them gets from `deepspeed.initialize`, bef
 {table}
 """
 
-DAMAGES = """# Damaged and foreign checkpoints
-
-The error that `engine.load_checkpoint` raises on every rank of a two-rank job at stage 2. In every case weights,
-optimizer state and step counts stay the same bit for bit, and training continues as if nothing had been loaded. "No
-manifest" means saved by stock DeepSpeed or by an older version. `python docs/generate.py` generates this page, and
-`test_load_options.py::test_damaged_checkpoints` compares it with the code.
-
-{table}
-"""
-
 
 def rows(lines: list[tuple[str, ...]]) -> str:
     """Lines of a Markdown table."""
@@ -277,19 +267,6 @@ def wrong_configurations() -> str:
     return WRONG_CONFIGURATIONS.format(table=text)
 
 
-def damages() -> str:
-    """The text of docs/evidence/damaged-checkpoints.md, from two processes that try every case."""
-    sys.path.insert(0, str(TESTS))
-    from helpers.damaged_checkpoints import attempt_all, save_alone, table
-    from helpers.distributed import run, shutdown
-
-    with tempfile.TemporaryDirectory() as folder:
-        run(save_alone, 1, stage=2, folder=folder)
-        text = table(run(attempt_all, 2, stage=2, folder=folder)[0])
-    shutdown()
-    return DAMAGES.format(table=text)
-
-
 def changed_models() -> str:
     """The text of docs/evidence/changed-models.md, from runs of every change with both optimizers; takes minutes."""
     sys.path.insert(0, str(TESTS))
@@ -305,5 +282,4 @@ def changed_models() -> str:
 if __name__ == "__main__":
     (DOCS / "configuration.md").write_text(configuration())
     (DOCS / "reference" / "wrong-configurations.md").write_text(wrong_configurations())
-    (DOCS / "evidence" / "damaged-checkpoints.md").write_text(damages())
     (DOCS / "evidence" / "changed-models.md").write_text(changed_models())

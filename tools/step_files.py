@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the Muon half of an engine's step, at ZeRO stage 2 on one rank, and counts the files that it goes through.
+"""Follows what an engine does, and counts the files of the package that it goes through.
 
-python tools/step_files.py
+python tools/step_files.py step|save|load|initialize
+
+step: the Muon half of a step, at ZeRO stage 2 on one rank. The others: on rank 0 of two, at stage 3.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -20,53 +26,104 @@ from torch import nn
 import deepspeed
 
 PACKAGE = Path(__file__).resolve().parents[1] / "deepspeed" / "muon"
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {
-        "type": "Muon",
-        "params": {"lr": 1e-3, "ns_dtype": "fp32", "ns_method": "standard", "kernels": "torch"},
-    },
-    "zero_optimization": {"stage": 2},
-}
+PORT = 29511
 
 
-def main() -> None:
-    """Print the calls by file, the number of files and of moves between them."""
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29511",
+@contextmanager
+def followed(files: list[str]) -> Iterator[None]:
+    """Append the file of each call of the package's functions in this context."""
+
+    def follow(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            files.append(str(path.relative_to(PACKAGE)))
+
+    sys.setprofile(follow)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def initialize(stage: int) -> Any:
+    """Return an engine for a small model."""
+    params = {"lr": 1e-3, "ns_dtype": "fp32", "ns_method": "standard", "kernels": "torch"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": {"stage": stage},
     }
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    engine = deepspeed.initialize(model=model, config=CONFIG, model_parameters=model.parameters())[0]
-    for _ in range(2):  # the first step sets up what later ones reuse
+    return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+
+
+def step(files: list[str]) -> None:
+    """Follow the Muon half of the second step; the first one sets up what later ones reuse."""
+    engine = initialize(2)
+    optimizer = engine.basic_optimizer
+    original = type(optimizer)._muon_step
+
+    def muon_step(group: dict[str, Any]) -> Any:
+        files.clear()
+        with followed(files):
+            return original(optimizer, group)
+
+    optimizer._muon_step = muon_step
+    for _ in range(2):
         engine.backward(engine(torch.ones(2, 32, device=engine.device)).sum())
-        files: list[str] = []
-
-        def follow(frame: FrameType, event: str, _: Any, files: list[str] = files) -> None:
-            path = Path(frame.f_code.co_filename)
-            if event == "call" and path.is_relative_to(PACKAGE):
-                files.append(str(path.relative_to(PACKAGE)))
-
-        optimizer = engine.basic_optimizer
-        step = type(optimizer)._muon_step
-
-        def followed(group: dict[str, Any], follow: Any = follow) -> Any:
-            sys.setprofile(follow)
-            try:
-                return step(optimizer, group)
-            finally:
-                sys.setprofile(None)
-
-        optimizer._muon_step = followed
         engine.step()
+
+
+def on_two_ranks(rank: int, what: str, folder: str) -> None:
+    """Follow ``what`` on one of two ranks, and print what rank 0 went through."""
+    join(rank, 2)
+    files: list[str] = []
+    if what == "initialize":
+        with followed(files):
+            initialize(3)
+    else:
+        engine = initialize(3)
+        engine.backward(engine(torch.ones(2, 32, device=engine.device)).sum())
+        engine.step()
+        for _ in range(2):  # the first save and load compile or import what later ones reuse
+            files.clear()
+            with followed(files if what == "save" else []):
+                engine.save_checkpoint(folder)
+            with followed(files if what == "load" else []):
+                engine.load_checkpoint(folder)
+    if rank == 0:
+        report(files)
+    torch.distributed.destroy_process_group()
+
+
+def join(rank: int, ranks: int) -> None:
+    """Set the environment of one rank."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": PORT}
+    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in places.items()}}
+
+
+def report(files: list[str]) -> None:
+    """Print the calls by file, the number of files and of moves between them."""
     for file, calls in Counter(files).most_common():
         print(f"{calls:5} {file}")
     moves = sum(a != b for a, b in pairwise(files))
     print(f"{len(files)} calls in {len(set(files))} files, {moves} moves between them")
-    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Follow what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("step", "save", "load", "initialize"))
+    what = parser.parse_args().what
+    if what == "step":
+        join(0, 1)
+        files: list[str] = []
+        step(files)
+        report(files)
+        torch.distributed.destroy_process_group()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(on_two_ranks, (what, folder), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.scheduler_view import UserGroups
-from deepspeed.muon.step.binding import StepContext, bind_partition
+from deepspeed.muon.step.binding import StepContext, bind_partition, with_choice
 from deepspeed.muon.step.gradient_checks import are_finite, without_gradient
 from deepspeed.muon.step.normuon_moments import SecondMoments
 from deepspeed.muon.step.partition_step import PartitionStep, StepValues, short_hash
@@ -218,15 +218,23 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.context.peers, device)
 
-    def bind_again(self) -> None:
-        """Repeat the last call of :meth:`bind` after a load, so that updates are bitwise as in the saved run."""
+    def after_load(self) -> None:
+        """Take over what a loaded state decides: how Newton-Schulz runs, and the second moments that this rank owns.
+
+        The plan stays, because it follows from shapes, ranks and config alone.
+        """
         if self._binding is None:
             return
-        self.bind(*self._binding)
+        _, tuning, device = self._binding
+        tables = self.kernels_on(device)
+        for tensor, step in self._steps.items():
+            group = self.param_groups[step.partition.index]
+            choice = resume_choice(group, tuning.choice, self.config.ns_dtype)
+            self._steps[tensor] = with_choice(step, group, choice, self.context, tables)
+        self.second_moments.bind(self._steps.values())
         if self.context.is_logging and self._steps and self.choice != self._logged_choice:
             self._logged_choice = self.choice
-            _, tuning, device = self._binding
-            tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, self.kernels_on(device).keys())
+            tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, tables.keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict`` has all ranks' second moments of NorMuon; entry is a collective."""
@@ -351,14 +359,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             whole = whole_partition(0, [tensor], [self.specs[tensor]])  # type: ignore[index]
             self._blocks[tensor] = Blocks(whole.matrix_pieces()[0])
         return self._blocks[tensor]
-
-    @staticmethod
-    def host_zeros(numel: int) -> Tensor:
-        """Return fp32 zeros ``[numel]`` on the CPU, into which ``state_dict`` decodes an int8 momentum.
-
-        While a DeepSpeed engine saves a checkpoint, a function that maps the tensor from a file replaces this one.
-        """
-        return torch.zeros(numel, dtype=torch.float32, device="cpu")
 
     def state_keys(self, tensor: Tensor) -> list[str]:
         """Return the keys of a tensor's state for :meth:`read_state`, such as ``["exp_avg", "exp_avg_sq", "step"]``.

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.adamw import STARTED
-from deepspeed.muon.math.choice import unknown_in_choice, unknown_methods
+from deepspeed.muon.math.choice import unknown_in_choice
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, storage_dtype, zero_codes
 from deepspeed.muon.step.normuon_moments import SAVED
 from deepspeed.muon.step.partition_step import short_hash
 
-#: Keys of a saved group: the momentum's dtype if it was int8; the state of the loss scaler of fp16 autocast at stage 0.
-KEPT_AS, SCALE = "momentum_dtype", "grad_scaler"
+#: Keys of a saved group: the momentum's dtype if it was int8; the state of the loss scaler of fp16 autocast at stage 0;
+#: the names of the group's parameters at stage 0.
+KEPT_AS, SCALE, NAMES = "momentum_dtype", "grad_scaler", "param_names"
 Saved = dict[str, Any]
 Groups = Sequence[Mapping[str, Any]]
 #: Keys of a group that keep the config's values in a load: ``lr_ratio``, and the marks by which ZeRO knows experts.
@@ -57,6 +58,8 @@ class SavedForm:
     is_convertible = False
     #: The loss scaler of fp16 autocast at stage 0; its scale is saved with the optimizer.
     scaler: torch.amp.GradScaler | None = None
+    #: The names of each group's parameters, where DeepSpeed's files have none, which is at stage 0.
+    names: Sequence[Sequence[str]] = ()
     #: (a tensor that is updated, one of its state tensors) -> the values of that state, read from NVMe if necessary.
     read: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -78,6 +81,8 @@ class SavedForm:
                     state[index] = self._saved_entry(optimizer, tensors[index], state[index])
             if group["use_muon"] and optimizer.config.momentum_dtype == "int8":
                 group[KEPT_AS] = "int8"
+        for group, names in zip(groups, self.names, strict=False):
+            group[NAMES] = list(names)
         optimizer.second_moments.save(groups)
         if self.scaler is not None:
             groups[0][SCALE] = self.scaler.state_dict()
@@ -95,7 +100,8 @@ class SavedForm:
         if CODES in entry:
             # Saved as fp32, which every reader of checkpoints understands; a load computes the same codes from it.
             codes = entry[CODES]
-            values = optimizer.blocks_of(tensor).read_into(optimizer.host_zeros(codes.numel()), entry)
+            values = torch.zeros(codes.numel(), dtype=torch.float32, device="cpu")
+            optimizer.blocks_of(tensor).read_into(values, entry)
             del entry[CODES], entry[ABSMAX]
             entry[MOMENTUM] = values.view(codes.shape)
         if self.is_convertible and MOMENTUM in entry:
@@ -133,13 +139,11 @@ class SavedForm:
 
     @torch.no_grad()
     def load(self, optimizer: Any) -> None:
-        """Convert the loaded momentum, copy loaded values into existing state tensors, and plan the steps again.
+        """Convert the loaded momentum, and copy loaded values into existing state tensors.
 
         Torch calls this after ``load_state_dict``.
         """
         for group in optimizer.param_groups:
-            # Muon groups saved by older versions have no betas; torch's schedulers cycle the betas of every group.
-            group.setdefault("betas", optimizer.config.betas)
             scale = group.pop(SCALE, None)
             if scale and self.scaler is not None:
                 self.scaler.load_state_dict(scale)
@@ -152,7 +156,7 @@ class SavedForm:
                     state[key] = before[key].copy_(value)
         self._before = {}
         optimizer.second_moments.load(optimizer.param_groups, is_logging=optimizer.context.is_logging)
-        optimizer.bind_again()
+        optimizer.after_load()
 
 
 def _cast_momentum(optimizer: Any) -> None:
@@ -243,14 +247,12 @@ def check_groups(optimizer: Any, groups: Groups) -> None:
         raise ValueError(text)
     ours = block_hashes(optimizer)
     stated = [group["blocks"] for group in groups if "blocks" in group]
-    # A checkpoint without the key "blocks" was saved by a version that did not split fused weights.
-    theirs = stated[0] if stated else {name: ours[name] for name in ours.keys() - set(fused_names(optimizer))}
+    theirs = stated[0] if stated else ours
     if other := sorted(name for name in muon_names(optimizer) if ours.get(name) != theirs.get(name)):
         logger.warning(
             "deepspeed-muon: Muon now splits %d parameters (first: %s) into other matrices than the run that saved "
             "this checkpoint did, so it computes other updates for them; to continue as before, set muon_fused, "
-            'muon_split and per_head_muon as in that run (or "muon_fused": "whole", if its deepspeed-muon did not have '
-            "this key)",
+            "muon_split and per_head_muon as in that run",
             len(other),
             other[0],
         )
@@ -269,8 +271,7 @@ def routing_difference(
     ours, of_all_stages = muon_names(optimizer), optimizer.context.muon_of_all_stages
     is_of_all_stages = of_all_stages is not None and theirs == of_all_stages.keys()
     if is_of_all_stages or (saved == current and theirs == ours):
-        strange = [text for group in groups for text in unknown_methods(group.get("ns_methods", {}))]
-        strange += [text for group in groups if "ns_choice" in group for text in unknown_in_choice(group["ns_choice"])]
+        strange = [text for group in groups if "ns_choice" in group for text in unknown_in_choice(group["ns_choice"])]
         names = ", ".join(dict.fromkeys(strange))
         text = f"it was saved with dtypes or methods that this deepspeed-muon does not know, upgrade it: {names}"
         return text if strange else None
@@ -306,10 +307,10 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
             current.get("name"),
             change,
         )
-    left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks", "owner_counts"}
+    left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks", "owner_counts", NAMES}
     settings = {key: value for key, value in saved.items() if key not in left_out}
     # Schedules change rates all the time, and the other keys are choices that the saved run made, not settings.
-    silent = {"lr", "initial_lr", "ns_choice", "ns_methods", SAVED, STARTED}
+    silent = {"lr", "initial_lr", "ns_choice", SAVED, STARTED}
     if current.get("use_muon"):  # torch's schedulers change the betas of every group; a Muon group's have no effect
         silent.add("betas")
     for key, value in settings.items():

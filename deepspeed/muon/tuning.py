@@ -339,7 +339,6 @@ def resume_choice(group: dict[str, Any], default: Choice, ns_dtype: str) -> Choi
     if "ns_choice" in group:
         saved = choice_from_json(group["ns_choice"])
         choice = Choice(saved.dtype if ns_dtype == "auto" else ns_dtype, {**default.recipes, **saved.recipes})
-    choice = choice.with_methods(group.pop("ns_methods", {}))  # a checkpoint of 0.1.0 has methods only
     group["ns_choice"] = choice.as_json()
     return choice
 

@@ -35,7 +35,7 @@ from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.tuning import Candidates
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.checkpoint.from_stock import convert
+from deepspeed.muon.zero.checkpoint.states_by_name import import_stocks_muon
 from deepspeed.muon.zero.read_config import find_ds_config, parse_file, read_settings
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
@@ -125,7 +125,7 @@ def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    facts = convert(args.source, args.target)
+    facts = import_stocks_muon(args.source, args.target)
     divided = f", divided by the loss scale {facts['loss_scale']:g}" if facts["loss_scale"] != 1.0 else ""
     return facts, (
         f"wrote {facts['to']}: momentum of {facts['matrices']} matrices{divided}, AdamW's state of {facts['adamw']} "

@@ -10,7 +10,7 @@ run gets the same bits on any machine.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepspeed.muon.math.coefficients import Schedule
@@ -72,14 +72,6 @@ class Choice:
     def as_json(self) -> dict[str, Any]:
         """Return the choice as a dict of JSON values, for checkpoints. :func:`choice_from_json` is the inverse."""
         return {"dtype": self.dtype, "shapes": {key: asdict(recipe) for key, recipe in self.recipes.items()}}
-
-    def with_methods(self, methods: Mapping[str, str]) -> Choice:
-        """Return a copy of the choice with other methods for some shapes: ``{"16x64": "gram"}`` changes one recipe.
-
-        Checkpoints of version 0.1.0 store only such a dict.
-        """
-        changed = {key: replace(self.recipes[key], method=methods[key]) for key in self.recipes.keys() & methods.keys()}
-        return Choice(self.dtype, {**self.recipes, **changed})
 
 
 def shape_key(rows: int, cols: int) -> str:

@@ -87,8 +87,6 @@ def bind_partition(
     if planned.world_size < sharers:  # each rank does all the work
         partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
         exchange = replace(exchange, group=None)
-    # Everything that decides the bits of a group's update.
-    settings = sorted((key, value) for key, value in group.items() if key != "params")
     # Kernels for many runs read the shards directly, so they cannot be used if the shards are staged in other buffers.
     runs = context.kernels.runs if exchange.staging is None else None
     return PartitionStep(
@@ -105,9 +103,39 @@ def bind_partition(
         elementwise=context.kernels,
         multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
-        settings=repr((choice.as_json(), settings)),
+        settings=_settings(group, choice),
         sharers=sharers,
         copies=sharers if is_replicated else 1,
         blocks=blocks,
         second_moments=second_moments,
     )
+
+
+def with_choice(
+    step: PartitionStep,
+    group: Mapping[str, Any],
+    choice: Choice,
+    context: StepContext,
+    tables: Mapping[str, Operations],
+) -> PartitionStep:
+    """Return the same planned step with the settings of ``group`` and the dtype, methods and kernels of ``choice``.
+
+    ``tables``: {name: kernels that are available}.
+    """
+    method = cache(partial(method_of, choice, group["ns_method"]))
+    return replace(
+        step,
+        newton_schulz=replace(
+            step.newton_schulz,
+            dtype=choice.dtype,
+            method=method,
+            kernels=cache(partial(with_products, context.kernels, tables, choice)),
+        ),
+        scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=step.config.rms_scale)),
+        settings=_settings(group, choice),
+    )
+
+
+def _settings(group: Mapping[str, Any], choice: Choice) -> str:
+    """Return a text of everything that decides the bits of a group's update."""
+    return repr((choice.as_json(), sorted((key, value) for key, value in group.items() if key != "params")))

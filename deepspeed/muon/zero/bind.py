@@ -15,16 +15,17 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.exchange.groups import union
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.math.choice import Rates, lowest_rates
 from deepspeed.muon.monitor import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.saved_state import split_hashes
 from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.step.partition_step import short_hash
 from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_time
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.checkpoint.compatibility import split_hashes_of_all_stages
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
 from deepspeed.muon.zero.consensus import Facts, agree, differences
 from deepspeed.muon.zero.refusals import refuse_qk_clip
@@ -86,7 +87,9 @@ def bind_engine(engine: Any) -> None:
     peers, muon_of_all_stages = None, None
     if engine.pipeline_parallelism:
         peers = grid.group if grid else engine.mpu.get_data_parallel_group()
-        muon_of_all_stages = split_hashes_of_all_stages(optimizer)
+        muon_of_all_stages = dict(
+            sorted(json.loads(line) for line in union(map(json.dumps, split_hashes(optimizer).items())))
+        )
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     is_finite = adapter.watch_gradients()
     adapter.prepare(agreed["groups"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
@@ -216,14 +216,6 @@ def mapped_if_swapped(wrapper: Any, flat: Tensor, tensor: Tensor) -> Tensor:
     return mapped
 
 
-def saved_swap_folder(engine: Any, folder: Path) -> Path:
-    """Return this rank's folder of swap files in ``folder``, a checkpoint of an older version of this package."""
-    from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
-
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    return folder / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
-
-
 def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
     """Yield (index, flat fp32 weights) of each sub-group in turn, loaded from NVMe if necessary.
 
@@ -234,6 +226,46 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
         with swapped_in(wrapper, index) as flat:
             yield index, flat
             wrapper._reassign_or_swap_out_partitioned_parameters(index)
+
+
+@torch.no_grad()
+def restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: Mapping[str, Any], load_states: bool) -> None:
+    """Load ``saved``, a rank's ZeRO state, into an engine that keeps weights or states on NVMe.
+
+    ``load_states``: whether to load optimizer states, settings of groups and the loss scale too, or only fp32 weights.
+    """
+    loaded: dict[Tensor, dict[str, Any]] = {}
+    if load_states:
+        for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
+            setattr(wrapper, name, saved[name])
+        loaded = _load_settings(wrapper, optimizer, saved["optimizer_state_dict"])
+    for index, flat in each_sub_group(wrapper):
+        flat.data.copy_(saved["fp32_flat_groups"][index])
+        for name, value in loaded.get(flat, {}).items():
+            optimizer.write_state(flat, name, value)
+
+
+def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """Load the settings of parameter groups; return {flat weights: {state key: saved state}} for the caller to copy."""
+    swapped = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
+    wrapper._set_fp32_optimizer_param_groups()
+    try:
+        optimizer.load_state_dict(saved)
+        return {flat: optimizer.state[flat] for flat in swapped}
+    finally:
+        wrapper._clear_fp32_optimizer_param_groups()
+        optimizer.state.update(swapped)
+
+
+@torch.no_grad()
+def refresh_fp32_weights(wrapper: Any) -> None:
+    """Copy the model's 16-bit weights to the optimizer's fp32 weights, also to those on NVMe."""
+    for index, bit16 in enumerate(wrapper.fp16_partitioned_groups_flat):
+        with swapped_in(wrapper, index) as flat:
+            if bit16 is None:
+                bit16 = torch.empty_like(flat)
+                wrapper._swap_in_sub_group_to_flat_buffer(bit16, index)
+            flat.data.copy_(bit16.data)
 
 
 def swap_out_and_release(wrapper: Any, original: Callable, parameter: Any, *args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ from deepspeed.muon.seam import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import save_load, universal
-from deepspeed.muon.zero.checkpoint.changed_model import renames_allowed
+from deepspeed.muon.zero.checkpoint.states_by_name import renames_allowed
 from deepspeed.muon.zero.engine_step import take_step
 from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.refusals import ON_GPUS, refuse_engine, refuse_unsupported, renames_parameters
@@ -296,6 +296,8 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _with_muon(_get_optimizer_param),
     Seam(_ENGINE, "DeepSpeedEngine.compile"): _with_muon(_compile),
     Seam(_ENGINE, "DeepSpeedEngine.destroy"): _with_muon(_destroy),
+    Seam(_ENGINE, "DeepSpeedEngine._configure_checkpointing"): _with_muon(save_load.configure_checkpointing),
+    Seam(_ENGINE, "get_fp32_state_dict_from_zero_checkpoint"): save_load.fp32_weights,
     Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): _with_muon(save_load.save_checkpoint),
     Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): _with_muon(save_load.load_checkpoint),
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
@@ -305,7 +307,7 @@ _SUPPORTED = Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS")
 SEAMS: tuple[Seam, ...] = (
     *(*REPLACEMENTS, _SUPPORTED),
     *(seam for adapter in ADAPTERS.values() for seam in adapter.seams()),
-    *(*save_load.SEAMS, *universal.SEAMS),
+    *universal.SEAMS,
 )
 
 #: What undoes each change, in the order of the changes.

@@ -2,30 +2,25 @@
 """Replacements for ``save_checkpoint`` and ``load_checkpoint`` that succeed or fail on all ranks alike.
 
 Saving: files go through :class:`SafeFiles`; a failure on one rank is an error on all.
-Loading: every rank checks its files before any engine is changed; if one finds damage, all raise the same error.
+Loading: every rank checks its files before any engine is changed; if one finds a problem, all raise the same error.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.muon.errors import CheckpointError
-from deepspeed.muon.exchange.groups import broadcast, gathered
+from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.log import logger
-from deepspeed.muon.seam import Seam, replaced
-from deepspeed.muon.zero.bind import prepare_plans
-from deepspeed.muon.zero.checkpoint import compatibility, files, manifest, nvme_load
-from deepspeed.muon.zero.checkpoint.changed_model import loading_by_name, renames_allowed
-from deepspeed.muon.zero.checkpoint.files import SafeFiles, is_default_engine
-from deepspeed.muon.zero.checkpoint.nvme_load import loading_with_nvme
-from deepspeed.muon.zero.checkpoint.safe_load import read_model
+from deepspeed.muon.zero.checkpoint.engine import SafeFiles
+from deepspeed.muon.zero.checkpoint.fit import fitting_zero_state, loads_states, misfit
+from deepspeed.muon.zero.checkpoint.states_by_name import Renames, load_by_name, renames_allowed
 from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.scheduler_section import apply_schedule
@@ -40,14 +35,25 @@ COMMON = {
     "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
     "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
 }  # fmt: skip
-ENGINE, _MODEL_FILES = "deepspeed.runtime.engine", "deepspeed.runtime.state_dict_factory"
-SEAMS = (
-    *files.SEAMS,
-    *nvme_load.SEAMS,
-    Seam(_MODEL_FILES, "SDLoaderBase.check_ckpt_list"),
-    Seam(ENGINE, "get_fp32_state_dict_from_zero_checkpoint"),
-    Seam(ENGINE, "DeepSpeedEngine._load_checkpoint"),
-)
+#: The tag of a load under way; "" if it is of a universal checkpoint, ``None`` without a load of Muon's.
+_gathered_tag: ContextVar[str | None] = ContextVar("_gathered_tag", default=None)
+
+
+def configure_checkpointing(original: Callable, engine: Any) -> None:
+    """Replace ``DeepSpeedEngine._configure_checkpointing``: put :class:`SafeFiles` around the default engine."""
+    original(engine)
+    if type(engine.checkpoint_engine).__name__ == "TorchCheckpointEngine":  # not one that the config or script names
+        is_first = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+        engine.checkpoint_engine = SafeFiles(engine.checkpoint_engine, engine.global_rank, is_first)
+
+
+def fp32_weights(original: Callable, folder: str, tag: str | None = None, **options: Any) -> Any:
+    """Replace ``get_fp32_state_dict_from_zero_checkpoint``: read the tag that is being loaded, not the latest one.
+
+    A load of a universal checkpoint calls it too, and ignores the result.
+    """
+    of_load = _gathered_tag.get()
+    return {} if of_load == "" else original(folder, tag=tag or of_load, **options)
 
 
 def _arguments(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +89,7 @@ def _micro_batches_done(engine: Any) -> int:
 
 
 def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.save_checkpoint``: save through :class:`SafeFiles`, with checksums and atomically.
+    """Replace ``DeepSpeedEngine.save_checkpoint``: with :class:`SafeFiles`, succeed on all ranks or on none.
 
     Raises:
         CheckpointError: on all ranks, if the save failed on one of them. The files of this save are removed,
@@ -98,15 +104,17 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     _warn_of_unfinished_step(engine)
     _warn_of_different_client_states(engine, arguments["client_state"])
     _warn_of_frozen(engine, arguments["exclude_frozen_parameters"])
-    saving = SafeFiles(engine, arguments["exclude_frozen_parameters"], names_latest=arguments["save_latest"])
+    files = engine.checkpoint_engine
     with engine.basic_optimizer.whole_state():
-        if is_default_engine(engine.checkpoint_engine):
-            # ``commit`` writes ``latest``: if DeepSpeed's write failed on rank 0, the others would wait in a barrier.
-            arguments["save_latest"] = False
-            return saving.run(lambda: original(**arguments))
-        # Other checkpoint engines finish files later or in slices, so a manifest would promise too much.
-        saving.leave_to_deepspeed(Path(arguments["save_dir"], str(arguments["tag"])))
-        return original(**arguments)
+        if not isinstance(files, SafeFiles):  # it writes later, or in slices
+            return original(**arguments)
+        files.names_latest, arguments["save_latest"] = arguments["save_latest"], False
+        with files.errors_kept():
+            return original(**arguments)
+        # The other ranks wait in collectives: at stage 3 in the last one of DeepSpeed's save, then in ``commit``.
+        if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+            engine.optimizer.checkpoint_event_epilogue()
+        return files.commit()
 
 
 def _warn_of_different_client_states(engine: Any, state: Any) -> None:
@@ -153,130 +161,124 @@ def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
 
 
 def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.load_checkpoint``: load only if the files of all ranks are intact and fit the engine.
+    """Replace ``DeepSpeedEngine.load_checkpoint``: load only if the files of all ranks fit the engine.
 
     Raises:
-        CheckpointError: on all ranks, with the same message, if the files of one are damaged or do not fit. The engine
-            is unchanged.
+        CheckpointError: on all ranks, with the same message, if a file is missing or unreadable or does not fit. The
+            engine is unchanged.
     """
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
-    adapter, is_universal = engine.muon_adapter, engine.load_universal_checkpoint()
-    renames, is_changed = renames_allowed(engine._config._param_dict.get("checkpoint")), False
-    if is_universal and renames is None:
-        refuse_universal(engine)
+    renames = renames_allowed(engine._config._param_dict.get("checkpoint"))
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         # With load_module_only and optimizer states DeepSpeed would load nothing.
         arguments["load_optimizer_states"] = False
-    tag: str | None
-    if is_universal:  # it has no save id
-        tag, save_id = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError), None
-        is_changed = renames is not None
-    else:
-        tag, save_id, is_changed = _agreed(engine, arguments, may_change=renames is not None)
-    arguments["tag"] = tag
-    if save_id is None and tag is not None and engine.global_rank == 0:
-        why = "; DeepSpeed's converter writes none" if is_universal else ""
-        logger.info(
-            "deepspeed-muon: the checkpoint %s has no manifest, a list of its files with their checksums%s, so damage "
-            "is not detected",
-            tag,
-            why,
-        )
-
-    def gather_tag(original: Callable, *args: Any, **options: Any) -> Any:
-        return original(*args, **options | {"tag": tag})  # DeepSpeed would read the tag in ``latest``
-
-    by_name = loading_by_name(engine, arguments, renames) if is_changed and renames is not None else None
-    with (
-        by_name or nullcontext(lambda load: load(**arguments)) as call,
-        replaced(importlib.import_module(ENGINE), get_fp32_state_dict_from_zero_checkpoint=gather_tag),
-        replaced(importlib.import_module(_MODEL_FILES).SDLoaderBase, check_ckpt_list=_check_mapped),
-        SafeFiles(engine).in_use() if is_default_engine(engine.checkpoint_engine) else nullcontext(),
-        loading_with_nvme(engine, arguments) if engine.zero_optimization_stage() == 3 else nullcontext(),
-        keeping_scaler(engine.optimizer),
-    ):
-        rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
-        result = call(original)
+    wants_states, rates = loads_states(arguments), [group["lr"] for group in engine.basic_optimizer.param_groups]
+    with _reading_once(engine):
+        by_name = _find(engine, arguments, renames)
+        if by_name and renames is not None:
+            result: tuple[Any, Any] = load_by_name(engine, arguments, renames)
+        else:
+            with keeping_scaler(engine.optimizer):
+                result = original(**arguments)
     if result[0] is not None:
-        # Gradients of an unfinished step belong to the weights from before the load.
-        engine.micro_steps -= _micro_batches_done(engine)
-        adapter.drop_gradients()
-        if is_changed or not compatibility.loads_states(arguments):  # otherwise the groups have the checkpoint's rates
-            apply_schedule(engine)
-        prepare_plans(engine)  # the load may have changed choices of kernels and owners, which all ranks must share
-        compatibility.warn_of_rates(engine, rates)
-        is_stage_0 = engine.zero_optimization_stage() == 0  # under ZeRO the engine does this itself
-        if not arguments["load_optimizer_states"] and is_stage_0 and hasattr(adapter.wrapper, "refresh_fp32_params"):
-            adapter.wrapper.refresh_fp32_params()  # or the next step would restore the old weights
+        _finish(engine, has_rates=wants_states and not by_name)
+        _warn_of_rates(engine, rates)
+        wrapper, is_stage_0 = engine.muon_adapter.wrapper, not engine.zero_optimization()
+        if is_stage_0 and not arguments["load_optimizer_states"] and hasattr(wrapper, "refresh_fp32_params"):
+            wrapper.refresh_fp32_params()  # under ZeRO DeepSpeed does it; or the next step would undo the load
     return result
 
 
-def _check_mapped(original: Callable, loader: Any) -> None:
-    """Replace ``SDLoaderBase.check_ckpt_list``: memory-map the model file instead of reading all of it."""
-    checkpoint_engine = loader.checkpoint_engine  # it would read the whole file into memory
-    if isinstance(checkpoint_engine, SafeFiles):
-        loader.checkpoint_engine = SimpleNamespace(load=lambda path, map_location: read_model(Path(path)))
-    original(loader)
-    loader.checkpoint_engine = checkpoint_engine
+def _find(engine: Any, arguments: dict[str, Any], renames: Renames | None) -> bool:
+    """Find the checkpoint, set ``arguments["tag"]``, and return whether it must be loaded by parameter names.
 
+    A collective. ``renames``: ``None`` if a load by names is not allowed.
 
-def _agreed(engine: Any, arguments: dict[str, Any], may_change: bool) -> tuple[str | None, str | None, bool]:
-    """Check on all ranks what ``load_checkpoint(**arguments)`` would load; raise CheckpointError with all problems.
-
-    Return (tag or ``None`` if no checkpoint was found, id of the save or ``None`` without a :mod:`manifest`, whether
-    the checkpoint needs a load by parameter names). ``may_change``: whether a load by names is allowed.
+    Raises:
+        CheckpointError, UnsupportedError: on all ranks, if the checkpoint cannot be loaded.
     """
-    found = gathered(_check_own_files(engine, arguments))
+    if engine.load_universal_checkpoint():
+        if renames is None:
+            refuse_universal(engine)
+        arguments["tag"] = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError)
+        _gathered_tag.set("")
+        return renames is not None
+    arguments["tag"], by_name = _agreed(engine, arguments, may_change=renames is not None)
+    _gathered_tag.set(arguments["tag"])
+    adapter = engine.muon_adapter
+    if arguments["tag"] is not None and adapter.uses_nvme and not by_name and not loads_states(arguments):
+        read = partial(fitting_zero_state, engine, arguments)
+        adapter.weights_from = raise_on_all_ranks(read, CheckpointError)
+        # Otherwise DeepSpeed gathers the weights of all ranks in memory.
+        arguments["load_optimizer_states"] |= adapter.weights_from is not None
+    return by_name
+
+
+def _finish(engine: Any, has_rates: bool) -> None:
+    """Begin the step again. ``has_rates``: whether the groups have the checkpoint's learning rates."""
+    # Gradients of an unfinished step belong to the weights from before the load.
+    engine.micro_steps -= _micro_batches_done(engine)
+    engine.muon_adapter.drop_gradients()
+    if not has_rates:
+        apply_schedule(engine)
+
+
+@contextmanager
+def _reading_once(engine: Any) -> Iterator[None]:
+    """Return a context for a load, in which each file is read once, and whose end forgets what it has read."""
+    files = engine.checkpoint_engine if isinstance(engine.checkpoint_engine, SafeFiles) else None
+    if files:
+        files.opened = {}
+    try:
+        yield
+    finally:
+        engine.muon_adapter.weights_from = None
+        _gathered_tag.set(None)
+        if files:
+            files.opened = None
+
+
+def _agreed(engine: Any, arguments: Mapping[str, Any], may_change: bool) -> tuple[str | None, bool]:
+    """Return (the tag to load, or ``None`` if there is none, whether it must be loaded by parameter names).
+
+    A collective. ``may_change``: whether a load by names is allowed.
+
+    Raises:
+        CheckpointError: on all ranks, with the problems of all, if the checkpoint cannot be loaded.
+    """
+    found = gathered(_own_view(engine, arguments))
+    tag, is_changed = found[0][0], any(other for *_, other in found)
     ranks: dict[str, list[int]] = {}
-    for rank, (_, _, damages, misfit) in enumerate(found):
-        for text in [*damages, *([misfit] if misfit and not may_change else ())]:
+    for rank, (_, damage, other) in enumerate(found):
+        for text in filter(None, (damage, other if not may_change else None)):
             ranks.setdefault(text, []).append(rank)
     listed = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
-    seen = [(tag, save_id) for tag, save_id, *_ in found]
-    if not listed and len(set(seen)) > 1:
-        listed = [f"the ranks see different checkpoints, by (tag, id of the save): {seen[:MAX_LISTED]}"]
-    if listed:
-        is_first = engine.global_rank == 0  # one rank looks for another tag to suggest
-        text = broadcast(_refusal(arguments["load_dir"], seen[0][0], listed) if is_first else None)
-        if any(misfit for *_, misfit in found) and not any(damages for _, _, damages, _ in found):
-            text += f". To load what both runs have, by parameter names, set {MATCH} in ds_config.json"
-        raise CheckpointError(text)
-    return *seen[0], any(misfit for *_, misfit in found)
+    if not listed and any(other != tag for other, *_ in found):
+        listed = [f"the ranks see different tags: {[other for other, *_ in found][:MAX_LISTED]}"]
+    if not listed:
+        return tag, is_changed
+    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    text = "; ".join(listed[:MAX_LISTED]) + more
+    if is_changed and not any(damage for _, damage, _ in found):
+        text += f". To load what both runs have, by parameter names, set {MATCH} in ds_config.json"
+    folder = Path(arguments["load_dir"], tag or "")
+    raise CheckpointError(f"the checkpoint {folder} cannot be loaded, and nothing was changed: {text}")
 
 
-def _refusal(load_dir: str, tag: str | None, problems: list[str]) -> str:
-    more = f" and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-    try:
-        tags = [other for other in manifest.complete_tags(Path(load_dir)) if other != tag]
-    except Exception:  # a tag may be deleted meanwhile, and the other ranks wait for this text
-        tags = []
-    advice = f"{load_dir} has no other complete checkpoint"
-    if tags:
-        advice = f"complete in this folder: {', '.join(tags[:MAX_LISTED])}; to load it, pass tag={tags[0]!r}"
-    return (
-        f"the checkpoint {Path(load_dir, tag or '')} cannot be loaded, and nothing was changed: "
-        f"{'; '.join(problems[:MAX_LISTED])}{more} ({advice})"
-    )
-
-
-def _check_own_files(engine: Any, arguments: dict[str, Any]) -> tuple[str | None, str | None, list[str], str | None]:
-    """Check this rank's files of the checkpoint that ``load_checkpoint(**arguments)`` would load.
-
-    Return (tag or ``None`` if no checkpoint was found, id of the save or ``None`` without a :mod:`manifest`, a message
-    for each damage, why the checkpoint does not fit the engine or ``None`` if it fits).
-    """
-    tag, header, damages, misfit = arguments["tag"], None, list[str](), None
+def _own_view(engine: Any, arguments: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
+    """Return this rank's (tag, damage, why the checkpoint does not fit), each ``None`` if there is none."""
+    tag = arguments["tag"]
     try:
         _refuse_moved(engine)
         tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
-        if tag is not None:
-            header = manifest.read_header(Path(arguments["load_dir"], tag))
-            damages = _damages(engine, arguments, tag, header)
-            misfit = None if damages else _misfit(engine, arguments, tag, header)
+        if tag is None:
+            return None, None, None
+        if not Path(arguments["load_dir"], tag).is_dir():
+            return tag, f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names"), None
+        return tag, None, misfit(engine, {**arguments, "tag": tag})
     except Exception as error:  # a damaged file can raise anything, and the other ranks wait for this view
-        damages = [str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"]
-    return tag, header["save_id"] if header else None, damages, misfit
+        return tag, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}", None
 
 
 def _refuse_moved(engine: Any) -> None:
@@ -312,35 +314,16 @@ def _latest(folder: Path, name: str = "latest") -> str | None:
     raise CheckpointError(f"the file {name} is empty")
 
 
-def _damages(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> list[str]:
-    """Return a message for each missing or damaged file of checkpoint ``tag``, among the files that this rank checks.
-
-    ``header``: contents of ``muon_save.json``; ``None`` without this file. A wrong number of pipeline stages or
-    tensor-parallel ranks gives a message too.
-    """
-    folder = Path(arguments["load_dir"], tag)
-    if not folder.is_dir():
-        return [f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names")]
-    if header is None:
-        return []
-    saved_count, (_, count) = len(header["structures"]), compatibility.model_share(engine)
-    if saved_count != count:
-        what = "parts (pipeline stages x tensor-parallel ranks)"
-        return [f"it was saved with the model in {saved_count} {what}, this run has {count}; use the same numbers"]
-    mine = range(engine.global_rank, header["world_size"], engine.world_size)
-    return [text for rank in mine for text in manifest.damages(folder, header["save_id"], rank)]
-
-
-def _misfit(engine: Any, arguments: dict[str, Any], tag: str, header: dict[str, Any] | None) -> str | None:
-    """Return why the checkpoint ``tag`` does not fit the engine, as an error message; ``None`` if it fits.
-
-    ``header``: contents of ``muon_save.json``; ``None`` without this file.
-    """
-    if header is not None:
-        saved = header["structures"][compatibility.model_share(engine)[0]]
-    else:
-        try:
-            saved = compatibility.checkpoint_fingerprint(engine, arguments, tag)
-        except CheckpointError as error:  # its files have other names than this engine's, or are unreadable
-            return str(error)
-    return compatibility.difference(engine, saved, arguments | {"tag": tag})
+def _warn_of_rates(engine: Any, before: Sequence[float]) -> None:
+    """Warn if a load has changed the learning rates ``before`` (one for each group) and no schedule will set them."""
+    groups = engine.basic_optimizer.param_groups
+    changes = [
+        f"{group.get('name', index)} {group['lr']:g} instead of {rate:g}"
+        for index, (group, rate) in enumerate(zip(groups, before, strict=True))
+        if group["lr"] != rate
+    ]
+    if changes and engine.lr_scheduler is None and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: without a learning-rate schedule, training continues with the checkpoint's learning "
+            f"rates: {', '.join(changes)}; to change them, set lr of engine.optimizer.param_groups after the load"
+        )

@@ -38,14 +38,12 @@ from deepspeed.muon.state_import import (
     warn_of_fused,
     write_state,
 )
-from deepspeed.muon.zero.checkpoint.safe_load import read_states
+from deepspeed.muon.zero.checkpoint.saved_files import MOMENTUM, WEIGHT, read_mapped
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.scheduler_section import apply_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
-#: Names, without ``.pt``, of the files with a parameter's fp32 weight and with Muon's momentum.
-WEIGHT, MOMENTUM = "fp32", "exp_avg"
 #: Key in ``optimizer_state.pt``; its value names the optimizer whose checkpoint ``ds_muon import`` converted.
 ORIGIN = "deepspeed_muon_origin"
 #: Replaced if the config asks for a universal checkpoint.
@@ -56,34 +54,36 @@ def support_universal_checkpoints(adapter: Adapter) -> None:
     """Make the adapter's engine load universal checkpoints, and save what DeepSpeed's converter needs."""
     from deepspeed.checkpoint import constants
 
-    engine, optimizer = adapter.engine, adapter.optimizer
+    engine = adapter.engine
     if getattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, None) is None:
         info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
-
-    def load(original: Callable, folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
-        # Replaces ``_load_universal_checkpoint``. Errors are raised on all ranks, before anything changes.
-        if adapter.opened_universal is not None:
-            load_weights_and_states(adapter, *adapter.opened_universal, load_optimizer_states)
-            return
-        check = partial(_opened, engine, optimizer, folder, load_optimizer_states)
-        opened, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
-        load_weights_and_states(adapter, opened, actions, load_optimizer_states)
-        if load_optimizer_states and opened.is_ours:
-            _load_second_moments(engine, optimizer, opened)
-            _load_settings(adapter.wrapper, optimizer, opened)
-        else:
-            apply_schedule(engine)
-        if engine.global_rank == 0:
-            log_import(optimizer, opened.source, actions)
-            if not opened.is_ours:
-                warn_of_fused(optimizer, opened.source, actions)
-            _warn_of_what_stays(engine, optimizer)
-
     if hasattr(adapter.wrapper, "_load_universal_checkpoint"):  # not at stage 0
-        adapter.replace("_load_universal_checkpoint", load)
+        adapter.replace("_load_universal_checkpoint", partial(_load, adapter))
     if engine.load_universal_checkpoint():
         replace(engine, "_get_all_ckpt_names", either_name)
+
+
+def _load(adapter: Adapter, original: Callable, path: str, load_states: bool, load_from_fp32_weights: bool) -> None:
+    """Replace the wrapper's ``_load_universal_checkpoint``: load the universal checkpoint ``path``; a collective.
+
+    Raises:
+        ImportStateError: on all ranks, before anything changes, if the checkpoint does not fit.
+    """
+    engine, optimizer = adapter.engine, adapter.optimizer
+    check = partial(_opened, engine, optimizer, path, load_states)
+    folder, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
+    load_weights_and_states(adapter, folder, actions, load_states)
+    if load_states and folder.is_ours:
+        _load_second_moments(engine, optimizer, folder)
+        _load_settings(adapter.wrapper, optimizer, folder)
+    else:
+        apply_schedule(engine)
+    if engine.global_rank == 0:
+        log_import(optimizer, folder.source, actions)
+        if not folder.is_ours:
+            warn_of_fused(optimizer, folder.source, actions)
+        _warn_of_what_stays(engine, optimizer)
 
 
 def either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
@@ -125,6 +125,14 @@ class Folder:
     def _whole(self, name: str, key: str) -> Tensor:
         value = self._open(f"{name}/{MOMENTUM if key == 'momentum_buffer' else key}.pt")
         return value["param"] if isinstance(value, dict) else value
+
+    def has_weight(self, name: str) -> bool:
+        """Return whether the checkpoint has the weight of the parameter ``name``."""
+        return name in self.is_muon
+
+    def has_state(self, name: str) -> bool:
+        """Return whether the checkpoint has the optimizer state of the parameter ``name``."""
+        return (self.zero / name / f"{MOMENTUM}.pt").is_file()
 
     def step(self, name: str) -> float:
         """Return how many optimizer steps the parameter ``name`` had taken at the save."""
@@ -172,7 +180,7 @@ class Folder:
                 "-m deepspeed.checkpoint.ds_to_universal, or with ds_muon import if stock DeepSpeed's Muon saved it"
             )
         try:
-            return read_states(file)
+            return read_mapped(file)
         except Exception as error:  # a damaged file can raise anything
             raise ImportStateError(
                 f"{file} cannot be read, so convert the checkpoint again: {type(error).__name__}: {error}"
@@ -218,11 +226,12 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 
 @torch.no_grad()
-def load_weights_and_states(adapter: Adapter, folder: Folder, actions: Actions, load_states: bool) -> None:
-    """Load the fp32 weights of a universal checkpoint, and its optimizer states if ``load_states``.
+def load_weights_and_states(adapter: Adapter, folder: Any, actions: Actions, load_states: bool) -> None:
+    """Load the fp32 weights of ``folder``, and its optimizer states if ``load_states``.
 
+    ``folder``: a :class:`Folder`, or another reader that has its ``read`` and ``source``.
     ``actions``: parameter name -> how its state is imported: "kept", "zero" or "first_moment" (of AdamW, as momentum).
-    At stages 1 and 2 DeepSpeed then copies the weights into the model; at stage 0 call :meth:`Stage0.publish_weights`.
+    Afterwards the weights must be copied into the model; see :meth:`Adapter.publish_weights`.
     """
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():
@@ -258,7 +267,7 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
         settings = settings_of(group, saved)
         group.update({key: value for key, value in settings.items() if key != STARTED})  # counted again for this layout
         group.pop(KEPT_AS, None)
-    optimizer.bind_again()
+    optimizer.after_load()
     common = folder.common
     if hasattr(wrapper, "clip_grad") and "clip_grad" in common:
         wrapper.clip_grad = common["clip_grad"]

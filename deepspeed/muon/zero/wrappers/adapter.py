@@ -39,11 +39,13 @@ class Adapter:
         self.engine, self.wrapper, self.optimizer = engine, engine.optimizer, optimizer
         #: Whether states are swapped to NVMe. Small sub-groups then bound the memory, so nothing warns of them.
         self.is_swapped = bool(getattr(self.wrapper, "swap_optimizer", False))
+        #: Whether the optimizer's states, or parameters, lie on NVMe.
+        self.uses_nvme = self.is_swapped or bool(getattr(self.wrapper, "params_in_nvme_and_cpu", False))
+        #: The saved ZeRO state whose fp32 weights a load under way takes without its optimizer states; on NVMe only.
+        self.weights_from: Mapping[str, Any] | None = None
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
         self.has_warned_of_frozen = False
-        #: The universal checkpoint that is being loaded by names, and what to do with each parameter; mostly ``None``.
-        self.opened_universal: tuple[Any, dict[str, str]] | None = None
 
     @property
     def moved_states(self) -> list[str]:
@@ -118,6 +120,10 @@ class Adapter:
             getattr(self.wrapper, name, {}).clear()
         if self.optimizer.qk_clip:
             self.optimizer.qk_clip.watch.clear()
+
+    def publish_weights(self) -> None:
+        """Copy the optimizer's fp32 weights into the model's parameters. Call this after loading fp32 weights."""
+        raise NotImplementedError
 
     def release(self) -> None:
         """Release what the model or DeepSpeed would keep of a destroyed engine: QK-clip's hooks and scratch memory."""

@@ -96,7 +96,9 @@ class Stage0(Adapter):
                     param.copy_(master)
 
     def patch_state_access(self) -> None:
-        """Set on each parameter of the model the methods that DeepSpeed's ``safe_get_*`` and ``safe_set_*`` call."""
+        """Make ``safe_get_*`` and ``safe_set_*`` of DeepSpeed, and loads by parameter names, find the state."""
+        specs, count = self.optimizer.specs, len(self.optimizer.param_groups)
+        self.optimizer.saved_form.names = [[specs[param].name for param in self.params(i)] for i in range(count)]
         for index, group in enumerate(self.optimizer.param_groups):
             for param, master in zip(self.params(index), group["params"], strict=True):
                 whole = _Whole(self.optimizer, master)

@@ -50,6 +50,10 @@ class Flat(Adapter):
             result.append(self.sharded_partition(index, master, placements, ranks))
         return result
 
+    def publish_weights(self) -> None:
+        """Copy the optimizer's fp32 weights into the model's parameters; a collective."""
+        self.wrapper.update_lp_params()
+
     def patch_state_access(self) -> None:
         """Link parameters to their state now, and again whenever DeepSpeed replaces the state's tensors (:meth:`link`).
 

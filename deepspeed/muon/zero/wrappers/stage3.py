@@ -38,8 +38,10 @@ class Stage3(Adapter):
         *("step", *NORM_METHODS, "_prepare_sub_group"),
         *("set_full_hp_param", "set_local_hp_param", "_get_fp32_opt_state_partition"),
         *("offload_states", "reload_states", "_load_universal_checkpoint", "state_dict"),
+        *("_rigid_load_state_dict", "_restore_from_bit16_weights"),
     )
     MORE_SEAMS = (
+        Seam("deepspeed.runtime.engine", "DeepSpeedEngine.zero_nvme_offload_optimizer"),
         Seam(f"{_SWAP}.partitioned_optimizer_swapper", f"Partitioned{_SWAP_OUT}"),
         Seam(f"{_SWAP}.pipelined_optimizer_swapper", f"Pipelined{_SWAP_OUT}"),
     )
@@ -112,10 +114,19 @@ class Stage3(Adapter):
         self.replace("_get_fp32_opt_state_partition", self._get_local)
         self.replace("offload_states", self._offload)
         self.replace("reload_states", self._reload)
+        if self.uses_nvme:
+            # DeepSpeed would add copies of swap files to the checkpoint, and load nothing but them.
+            self.replace("zero_nvme_offload_optimizer", lambda original: False, self.engine)
+            self.replace("_rigid_load_state_dict", self._load_zero_file)
+            self.replace("_restore_from_bit16_weights", self._load_weights)
         if self.is_swapped:
             # The wrapper saves its weights outside the optimizer's state dict, where torch's hooks do not see them.
             self.replace("state_dict", self._save_weights)
             self.optimizer.saved_form.read = partial(nvme.mapped_if_swapped, self.wrapper)
+
+    def publish_weights(self) -> None:
+        """Gather the parameters that stay whole on all ranks; :meth:`resident_partitions` has copied the others."""
+        self.wrapper.checkpoint_event_epilogue()
 
     def release(self) -> None:
         """Make DeepSpeed also forget the model, and so the engine: its modules stay in a list and a cache otherwise."""
@@ -137,6 +148,17 @@ class Stage3(Adapter):
             nvme.mapped_if_swapped(self.wrapper, flat, flat) for flat in saved["fp32_flat_groups"]
         ]
         return saved
+
+    def _load_zero_file(self, original: Callable, saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        """Replace the wrapper's ``_rigid_load_state_dict``, which would not fill tensors that lie on NVMe."""
+        nvme.restore(self.wrapper, self.optimizer, saved, load_optimizer_states and self.weights_from is None)
+
+    def _load_weights(self, original: Callable) -> None:
+        """Replace the wrapper's ``_restore_from_bit16_weights``, which ends a load of only the weights."""
+        if self.weights_from is None:
+            nvme.refresh_fp32_weights(self.wrapper)
+        else:
+            nvme.restore(self.wrapper, self.optimizer, self.weights_from, load_states=False)
 
     def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Replace the wrapper's ``set_full_hp_param``, which fails if ranks hold parts of different sizes.

@@ -48,7 +48,7 @@ LIBRARIES: dict[str, set[str]] = {
     **{name: set() for name in ("errors", "log", "seam", "version", "plan")},
     "kernels": {"torch", "triton", "quack", "packaging", "psutil"},
     "config": {"pydantic"},
-    "zero": {"torch", "numpy", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
+    "zero": {"torch", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
     "cli": {"torch", "transformers", "yaml", "hjson"},  # hjson as DeepSpeed itself
 }
 #: What of DeepSpeed's `comm` sends nothing between ranks.
@@ -73,7 +73,6 @@ IN_FP64 = {
     "matrices.routing": "dtypes of the user's parameters",
     "exchange.groups": "where `has_fp64`",
     "monitor": "on the CPU",
-    "zero.checkpoint.safe_load": "NumPy's",
 }
 KINDS = ("torch.cuda", "torch.mps", "torch.npu", "torch.xpu", "torch.hpu", "torch.backends.cuda", "torch.backends.mps")
 

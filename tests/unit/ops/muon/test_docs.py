@@ -26,10 +26,10 @@ from helpers.ports import free_port
 from helpers.training import ds_config, fp32_weights, make_engine
 
 PAGES = sorted(DOCS.rglob("*.md"))
-GENERATED = ("configuration.md", "reference/wrong-configurations.md", "evidence/damaged-checkpoints.md")
+GENERATED = ("configuration.md", "reference/wrong-configurations.md")
 #: Functions whose strings are messages, though they are raised elsewhere.
 WRITERS = re.compile(
-    "_silence|differences|_target|_?damages|_damage|routing_difference|_shape_differences|_misfit|_refusal|_unmatched|"
+    "_silence|differences|_target|routing_difference|misfit|_(names|shape|layout|order)_difference|_failure|_unmatched|"
     "check_options|no_matrix_error|_problem|_(layout_problem|(path|library|optimizer|param|lock|engine|pipeline)_problems)"
 )
 #: So many words of a message must stand in the page, in its own order.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon import CheckpointError, MuonConfigError
-from deepspeed.muon.zero.checkpoint.changed_model import renames_allowed
+from deepspeed.muon.zero.checkpoint.states_by_name import renames_allowed
 from helpers import nvme
 from helpers.changed_models import (
     ADAMW,
@@ -212,6 +212,14 @@ def test_a_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
     run(save, 1, folder=str(tmp_path), model={}, stage=1)
     error, is_unchanged = run(refuse, 1, folder=str(tmp_path), model={"width": 16}, stage=2)[0]
     assert is_unchanged and "layers.0.weight has shape [12, 12] in the checkpoint and [16, 16] in the model" in error
+
+
+def test_parameters_of_equal_size_in_another_order_are_refused_at_stage_0(tmp_path: Path) -> None:
+    """DeepSpeed saves their states without names."""
+    run(save, 1, folder=str(tmp_path), model={}, stage=0)
+    job = {"folder": str(tmp_path), "model": {}, "order": "swapped", "stage": 0}
+    error, is_unchanged = run(refuse, 1, **job, checkpoint={"muon_changed_model": "error"})[0]
+    assert is_unchanged and "the order of the parameters differs" in error and "layers.1.weight" in error
 
 
 def test_a_changed_model_is_an_error_unless_the_config_allows_it(tmp_path: Path) -> None:

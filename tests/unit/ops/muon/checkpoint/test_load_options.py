@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load accepts and refuses: weights alone, a tag, no manifest, another optimizer, damage seen by one rank."""
+"""What a load accepts and refuses: weights alone, a tag, another order or optimizer, damage that one rank sees."""
 
 import re
 from collections.abc import Callable
@@ -17,13 +17,11 @@ from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.saved_state import settings_of
 from deepspeed.muon.seam import replaced
 from deepspeed.muon.zero.checkpoint.save_load import _micro_batches_done
-from helpers.checkpoints import error_of, remove_manifests
-from helpers.damaged_checkpoints import attempt_all, save_alone, table, train_undisturbed, with_adamw_for
+from helpers.checkpoints import error_of
+from helpers.damaged_checkpoints import attempt_all, save_alone, train_undisturbed, with_adamw_for
 from helpers.distributed import run
 from helpers.engine_state import differing, master_weights, named_states, snapshot
-from helpers.logs import logged
 from helpers.models import MODELS, full_weights, halve, train_engine
-from helpers.paths import ROOT
 from helpers.training import BF16_OPTIMIZER, MOMENTA, ds_config, fresh_engine, make_engine
 from helpers.universal import ADAMW, convert
 
@@ -120,11 +118,11 @@ def test_a_tag_needs_no_latest_and_a_function_may_change_shapes(tmp_path: Path) 
     run(load_by_tag_and_function, 2, folder=str(tmp_path))
 
 
-# ---- without a manifest, in another order; with other settings ------------------------------------------------
+# ---- in another order -----------------------------------------------------------------------------------------
 
 
 #: Saved as, loaded as.
-UNVERIFIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+ORDERED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stage": 1}, {"stage": 2}),
     *((case, case) for case in ({"stage": 1}, *CASES, {"stage": 2, "dtype": "fp16"})),
 ]
@@ -136,37 +134,30 @@ def ordered_engine(case: dict[str, Any], seed: int, order: int = 1) -> Any:
     return make_engine(net, ds_config(**case), model_parameters=list(net.parameters())[::order])
 
 
-def load_without_manifest(saved: dict[str, Any], loaded: dict[str, Any], folder: str) -> tuple[str, list[str]]:
-    """Load in reverse order, which changes nothing, and in the saved order; return the error and what is logged."""
+def load_in_both_orders(saved: dict[str, Any], loaded: dict[str, Any], folder: str) -> str:
+    """Load in reverse order, which changes nothing, and in the saved order; return the error."""
     engine = ordered_engine(saved, 0)
     train_engine(engine, 2)
     engine.save_checkpoint(folder)
     expected = snapshot(engine)
     engine.destroy()
-    on_first_rank(lambda: remove_manifests(Path(folder)))
     engine = ordered_engine(loaded, 7, order=-1)
     before = snapshot(engine)
     error = error_of(engine.load_checkpoint, folder)
     assert differing(before, snapshot(engine)) == []
     engine.destroy()
     engine = ordered_engine(loaded, 7)
-    with logged() as said:
-        engine.load_checkpoint(folder)
+    engine.load_checkpoint(folder)
     assert differing(expected, snapshot(engine)) == []
     engine.destroy()
-    return error, [text for text in said if "manifest" in text]
+    return error
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("saved", "loaded"), UNVERIFIED, ids=str)
-def test_another_order_is_found_without_a_manifest(
-    saved: dict[str, Any], loaded: dict[str, Any], tmp_path: Path
-) -> None:
-    """In the saved order it loads exactly, with a word that damage is not detected."""
-    job = {"saved": saved, "loaded": loaded, "folder": str(tmp_path)}
-    (first, (line,)), (second, silence) = run(load_without_manifest, 2, **job)
+@pytest.mark.parametrize(("saved", "loaded"), ORDERED, ids=str)
+def test_another_order_is_found(saved: dict[str, Any], loaded: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run(load_in_both_orders, 2, saved=saved, loaded=loaded, folder=str(tmp_path))
     assert first == second and "the order of the parameters differs" in first
-    assert "damage is not detected" in line and silence == []
 
 
 # ---- of another optimizer, or another routing -------------------------------------------------------------------
@@ -334,7 +325,7 @@ def test_damaged_checkpoints(stage: int, tmp_path: Path) -> None:
     run(save_alone, 1, stage=stage, folder=str(tmp_path))
     ranks = run(attempt_all, 2, timeout=240, stage=stage, folder=str(tmp_path))
     assert [one[:2] for one in ranks[0]] == [one[:2] for one in ranks[1]], "the ranks raise different errors"
-    assert len(ranks[0]) >= 25
+    assert len(ranks[0]) >= 17
     for title, message, *_ in ranks[0]:
         start = r"CheckpointError: the checkpoint checkpoints(/two|/three)? cannot be loaded, and nothing was changed: "
         assert re.match(start, message), (title, message)
@@ -343,6 +334,3 @@ def test_damaged_checkpoints(stage: int, tmp_path: Path) -> None:
     for results, losses in zip(ranks, undisturbed, strict=True):
         assert [(title, changed) for title, _, changed, _ in results if changed] == []
         assert [loss for *_, loss in results] == losses
-    if stage == 2:
-        page = (ROOT / "docs" / "evidence" / "damaged-checkpoints.md").read_text()
-        assert table(ranks[0]) in page, "run python docs/generate.py"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of pipelines and experts: without manifests, where they do not fit; and which pipelines are refused.
+"""Checkpoints of pipelines and experts that do not fit, weights alone, and which pipelines are refused.
 
-The table of settings has exact resume, manifests that list every file, and universal checkpoints.
+The table of settings has exact resume and universal checkpoints.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from deepspeed import pipe
 from deepspeed.muon import UnsupportedError
-from helpers.checkpoints import error_of, remove_manifests
+from helpers.checkpoints import error_of
 from helpers.contracts import around_a_move, end_of, find
 from helpers.distributed import run
 from helpers.engine_state import differing
-from helpers.pipelines import SHARED, Whole, make_pipeline, pipeline_config
+from helpers.pipelines import make_pipeline, pipeline_config
 from helpers.settings import SETTINGS
 from helpers.training import ds_config, make_engine
 
@@ -32,9 +31,6 @@ def error_of_load(folder: str, name: str = "tied", stages: int = 2) -> str:
 
 def test_checkpoints_that_do_not_fit_are_refused_on_all_ranks(tmp_path: Path) -> None:
     run(end_of, 2, **TWO_STAGES, folder=str(tmp_path), loads=False)
-    header = json.loads(next(tmp_path.glob("*/muon_save.json")).read_text())
-    names = [of_stage["shapes"].keys() for of_stage in header["structures"]]
-    assert names[0] | names[1] == Whole("tied").state_dict().keys() and names[0] & names[1] == {SHARED}
     for text in run(error_of_load, 2, folder=str(tmp_path), stages=1):
         assert "2 parts (pipeline stages" in text and "this run has 1" in text
     for text in run(error_of_load, 4, folder=str(tmp_path)):
@@ -46,13 +42,6 @@ def test_checkpoints_that_do_not_fit_are_refused_on_all_ranks(tmp_path: Path) ->
         assert "layer_03-model_states.pt is missing" in text
 
 
-def test_a_pipelines_checkpoint_without_manifests_loads(tmp_path: Path) -> None:
-    saved = run(end_of, 2, **TWO_STAGES, folder=str(tmp_path), loads=False)
-    remove_manifests(tmp_path)
-    for wanted, got in zip(saved, run(end_of, 2, **TWO_STAGES, folder=str(tmp_path), loads=True), strict=True):
-        assert differing(wanted, got) == []
-
-
 def weights_alone(name: str, index: int, folder: str) -> dict[str, Tensor]:
     setting, case = find(name, index, folder)
     with setting.way.engine(case, seed=1) as engine:
@@ -62,12 +51,10 @@ def weights_alone(name: str, index: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "stage"), [("experts", 2), pytest.param("AutoEP", 3, marks=pytest.mark.full)])
-def test_weights_alone_of_experts_without_manifest(name: str, stage: int, tmp_path: Path) -> None:
-    """As stock saves them, with any optimizer."""
+def test_weights_alone_of_experts(name: str, stage: int, tmp_path: Path) -> None:
     index = next(n for n, case in enumerate(SETTINGS[name].cases) if case["stage"] == stage and case["world"] == 4)
     job = {"name": name, "index": index, "folder": str(tmp_path)}
     saved = run(around_a_move, 4, **job, loads=False)
-    remove_manifests(tmp_path)
     for (weights, *_), found in zip(saved, run(weights_alone, 4, **job), strict=True):
         assert differing(weights, found) == []
 

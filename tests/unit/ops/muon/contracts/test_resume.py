@@ -17,7 +17,7 @@ from helpers.settings import SETTINGS, cells
 def test_resume_is_exact(name: str, index: int, tmp_path: Path) -> None:
     world = SETTINGS[name].case(index)["world"]
     assert nvme.run(resume, world, name=name, index=index, folder=str(tmp_path)) == [[]] * world
-    verify_save(tmp_path / (tmp_path / "latest").read_text(), world)
+    verify_save(tmp_path / (tmp_path / "latest").read_text())
 
 
 FRESH = ["ZeRO", "precision and offload", "NVMe, dynamic loss scale"]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What checkpoint folders hold, and whether two of them hold the same."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 
 from deepspeed.muon import CheckpointError, ImportStateError
-from deepspeed.muon.zero.checkpoint import manifest
 
 
 def error_of(act: Callable[..., Any], *args: Any, **options: Any) -> str:
@@ -27,12 +25,6 @@ def tree(folder: Path) -> dict[str, bytes | None]:
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
     }
-
-
-def remove_manifests(folder: Path) -> None:
-    """Make the checkpoints below a folder those that stock DeepSpeed would have saved."""
-    for file in folder.rglob("muon_save*.json"):
-        file.unlink()
 
 
 def optimizer_states(folder: Path, ranks: int) -> list[Any]:
@@ -53,15 +45,9 @@ def same(left: Any, right: Any) -> bool:
     return left == right or (hasattr(left, "__dict__") and same(vars(left), vars(right)))
 
 
-def verify_save(folder: Path, world: int) -> None:
-    """Assert that every file of a save is intact and listed by exactly one rank, and that it has no other files."""
-    header = manifest.read_header(folder)
-    assert header is not None
-    listed: list[str] = []
-    for rank in range(world):
-        assert manifest.damages(folder, header["save_id"], rank) == []
-        listed += json.loads((folder / manifest.manifest_name(rank)).read_text())["files"]
-    assert sorted(listed) == sorted(file.name for file in folder.glob("*states.pt"))
-    for name in listed:
-        torch.load(folder / name, weights_only=False)
-    assert list(folder.glob("*tmp")) == []
+def verify_save(folder: Path) -> None:
+    """Assert that every file of a save can be read, and that none is a temporary one."""
+    files = list(folder.glob("*states.pt"))
+    assert files and list(folder.rglob("*tmp")) == []
+    for file in files:
+        torch.load(file, weights_only=False)

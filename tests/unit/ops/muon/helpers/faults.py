@@ -69,7 +69,7 @@ class Trap:
         self.around(Exchange, "largest", "look")
         self.around(Exchange, "_start", "exchange")
         self.around(BucketBuffers, "wait", "exchange")
-        self.around(Path, "replace", "save")  # header, manifest and latest are put in place by it
+        self.around(Path, "replace", "save")  # files and latest get their names by it
         for owner in [OptimizerSwapper, *_subclasses(OptimizerSwapper)]:
             for name in ("swap_in_optimizer_state", "swap_out_optimizer_state"):
                 if name in vars(owner):
@@ -200,10 +200,11 @@ def read_log(folder: Path, rank: int) -> list[list[str]]:
 
 @dataclass
 class Reference:
-    """An undisturbed run; for each rank, log line -> value, and phase -> number of events."""
+    """An undisturbed run: by rank {log line: value} and {phase: number of events}; the files of a checkpoint."""
 
     lines: list[dict[str, str]]
     events: list[dict[str, int]]
+    files: set[str]
 
 
 def reference(folder: Path, case: dict[str, Any]) -> Reference:
@@ -211,7 +212,14 @@ def reference(folder: Path, case: dict[str, Any]) -> Reference:
     assert outcome.codes == [0] * WORLD, outcome.output
     lines = [{" ".join(line[:-1]): line[-1] for line in read_log(folder, rank)} for rank in range(WORLD)]
     assert all(f"step {n}" in one for one in lines for n in range(STEPS))
-    return Reference(lines, [json.loads((folder / f"events{rank}").read_text()) for rank in range(WORLD)])
+    events = [json.loads((folder / f"events{rank}").read_text()) for rank in range(WORLD)]
+    return Reference(lines, events, latest_files(folder))
+
+
+def latest_files(folder: Path) -> set[str]:
+    """Return the names of the files in the checkpoint that `latest` names; an empty set without `latest`."""
+    latest = folder / "saved" / "latest"
+    return {file.name for file in (latest.parent / latest.read_text()).glob("*")} if latest.exists() else set()
 
 
 @dataclass
@@ -261,6 +269,8 @@ def _judge(
                 saved = int(value)
             elif key != "start" and expected.lines[rank].get(key) != value:
                 problems.append(f"rank {rank} has {key} {value}, expected {expected.lines[rank].get(key)}")
+    if latest_files(folder) not in (set(), expected.files):
+        problems.append(f"latest names a checkpoint of {sorted(latest_files(folder))}")
     done = {" ".join(words) for *words, _ in read_log(folder, 0)}
     if is_done and (missing := expected.lines[0].keys() - done):
         problems.append(f"finished without {sorted(missing)}")

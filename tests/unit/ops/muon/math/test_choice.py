@@ -130,7 +130,6 @@ def test_a_choice_is_kept_as_json() -> None:
     assert choice_from_json(choice.as_json()) == choice
     assert unknown_in_choice(choice.as_json()) == []
     assert str(Recipe("gram", "torch", "C++", "torch")) == "gram with C++ and torch", "as older checkpoints have them"
-    assert choice.with_methods({"8x8": "gram", "9x9": "gram"}).recipe(8, 8) == Recipe("gram", *("C++",) * 3)
 
 
 def test_what_is_unknown_is_named() -> None:

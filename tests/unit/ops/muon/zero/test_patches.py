@@ -182,7 +182,7 @@ def activate_in(version: str, lacks: tuple[str, str] | None) -> tuple[list[str],
 
 
 #: One is replaced at activation, one for an engine with Muon, one during a load.
-REPLACED = (next(iter(patches.REPLACEMENTS)), *patches.universal.SEAMS, patches.save_load.SEAMS[-1])
+REPLACED = (next(iter(patches.REPLACEMENTS)), *patches.universal.SEAMS)
 
 
 @pytest.mark.parametrize("lacks", [None, *REPLACED], ids=str)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One choice of Newton-Schulz for all ranks, and for a run from its first checkpoint on."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -242,12 +241,12 @@ def resume_all(cases: list[dict[str, Any]], folder: str, tag: str | None = None)
 
 
 def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
-    """And with them owners, losses, weights and states, bit for bit."""
+    """And with it losses, weights and states, bit for bit; owners are those of its own plan."""
     expected = run(save_all, 2, cases=CASES, folder=str(tmp_path))
     for rank, results in enumerate(run(resume_all, 2, cases=CASES, folder=str(tmp_path))):
         for case, wanted, (got, said) in zip(CASES, expected[rank], results, strict=True):
             assert set(got[1].values()) == {"gram"}, case
-            assert got[1:] == wanted[1:], case
+            assert (got[1], *got[3:]) == (wanted[1], *wanted[3:]), case
             assert differing(wanted[0], got[0]) == [], case
             told = [text for text in said if "Newton-Schulz continues in fp32" in text]
             assert len(told) == (rank == 0), "once"
@@ -278,18 +277,18 @@ def load_what_was_edited(folder: str) -> tuple[str, bool]:
 
 def test_an_unknown_method_is_refused_before_anything_changes(tmp_path: Path) -> None:
     run(save_all, 2, cases=[{"stage": 2}], folder=str(tmp_path))
-    (header,) = tmp_path.glob("0/*/muon_save.json")
-    facts = json.loads(header.read_text())
-    for group in (group for structure in facts["structures"] for group in structure["groups"] if group["use_muon"]):
+    for file in tmp_path.glob("0/*/*optim_states.pt"):
+        saved = torch.load(file, weights_only=False)
+        group = saved["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]
         group["ns_choice"]["shapes"]["16x64"]["method"] = "quintic"
-    header.write_text(json.dumps(facts))
+        torch.save(saved, file)
     for text, is_unchanged in run(load_what_was_edited, 2, folder=str(tmp_path / "0")):
         assert "'quintic' for 16x64" in text and is_unchanged
 
 
 def resume_elsewhere() -> tuple[list[str], list[str]]:
-    """From a checkpoint of 0.1.0, which pinned methods and nothing else; with a config that sets another dtype; with
-    kernels that this machine lacks; and where another dtype is faster by a factor. Return what the last three log.
+    """Resume with a config that sets another dtype, with kernels that this machine lacks, and where another dtype is
+    faster by a factor; return what is logged.
     """
     with preferring("standard"):
         state = build({"stage": 1, "optimizer": OPEN}).basic_optimizer.state_dict()
@@ -308,15 +307,6 @@ def resume_elsewhere() -> tuple[list[str], list[str]]:
     with logged() as lacking:
         other.basic_optimizer.load_state_dict(state)
     train_engine(other, 1)
-    for group in groups:
-        del group["ns_choice"]
-        group["ns_methods"] = dict.fromkeys(KEYS, "gram")
-    older = build({"stage": 1, "optimizer": OPEN})
-    assert "standard" in methods_of(older).values()
-    older.basic_optimizer.load_state_dict(state)
-    train_engine(older, 1)
-    assert set(methods_of(older).values()) == {"gram"}
-    assert not any("ns_methods" in group for group in older.basic_optimizer.param_groups)
     return faster, [text for text in lacking if "triton" in text]
 
 

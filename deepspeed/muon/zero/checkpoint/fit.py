@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a checkpoint fits an engine, by the names and the structure of DeepSpeed's files; read before a load."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed.utils import groups
+from torch import Tensor
+
+from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.matrices.pipeline import stages_of
+from deepspeed.muon.saved_state import NAMES, conversion, routing_difference, saved_groups
+from deepspeed.muon.zero.tp_ranks import tp_rank
+
+Arguments = Mapping[str, Any]
+"""{name of an argument of ``load_checkpoint``: value}."""
+#: Names of the files with a part of the model, and with a rank's optimizer state under ZeRO.
+MODEL_FILE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states.pt")
+SHARD_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states.pt")
+Shapes = dict[str, tuple[int, ...]]
+"""{name of a parameter or buffer: its shape}."""
+
+
+def loads_states(arguments: Arguments, kind: str = "optimizer") -> bool:
+    """Return whether ``load_checkpoint(**arguments)`` loads the states of ``kind``, "optimizer" or "lr_scheduler"."""
+    return arguments[f"load_{kind}_states"] and not arguments["load_module_only"]
+
+
+def misfit(engine: Any, arguments: Arguments) -> str | None:
+    """Return why a checkpoint does not fit the engine, and what to do, as an error message; ``None`` if it fits.
+
+    Call it with a tag whose folder exists. It opens the files that this rank would load, but reads no optimizer state.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
+    folder, stage = Path(arguments["load_dir"], arguments["tag"]), engine.zero_optimization_stage()
+    if text := _names_difference(engine, arguments, folder):
+        return text
+    model = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
+    if loads_states(arguments, "lr_scheduler") and engine.lr_scheduler is not None and model["lr_scheduler"] is None:
+        return "it has no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
+    states = _states(engine, arguments, model) if loads_states(arguments) else None
+    if states is not None and (
+        text := routing_difference(engine.basic_optimizer, saved_groups(states), folder, {stage})
+    ):
+        return text
+    if arguments["custom_load_fn"] is None and (
+        text := _shape_difference(engine, model, folder, arguments["load_module_strict"])
+    ):
+        return text
+    return None if states is None else _layout_difference(engine, model, states, conversion(folder, {stage}))
+
+
+def fitting_zero_state(engine: Any, arguments: Arguments) -> Mapping[str, Any] | None:
+    """Return this rank's saved ZeRO state if it has the layout of the engine's tensors, otherwise ``None``."""
+    everything = {**arguments, "load_optimizer_states": True, "load_module_only": False}
+    if _names_difference(engine, everything, Path(arguments["load_dir"], arguments["tag"])):
+        return None
+    model = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
+    states = _states(engine, arguments, model)
+    return None if _layout_difference(engine, model, states, "") else states
+
+
+def _names_difference(engine: Any, arguments: Arguments, folder: Path) -> str | None:
+    """Return why the files in ``folder`` are not those of this stage, precision, ranks and parts of the model."""
+    names = [file.name for file in folder.iterdir()]
+    models = [name for name in names if MODEL_FILE.fullmatch(name)]
+    shards = list(filter(None, map(SHARD_FILE.fullmatch, names)))
+    if not models:
+        return None  # it is missing, which is damage
+    parts = len({name.split("mp_rank_")[1] for name in models})
+    if parts != (count := stages_of(engine.module) * tp_rank(engine)[1]):
+        what = "parts (pipeline stages x tensor-parallel ranks)"
+        return f"it was saved with the model in {parts} {what}, this run has {count}; use the same numbers"
+    stage, wants_states = engine.zero_optimization_stage(), loads_states(arguments)
+    saved = "3" if models[0].startswith("zero") else "1 or 2" if shards else "0"
+    convert = conversion(folder, {stage, int(saved[0])})
+    if (saved == "3") != (stage == 3) or (wants_states and (saved == "0") != (stage == 0)):
+        return f"it was saved at ZeRO stage {saved}, this run has stage {stage}; {convert}"
+    wants_states |= stage == 3 and engine.has_moe_layers  # then DeepSpeed loads weights from the same files as states
+    ranks, size = len({shard[2] for shard in shards}), engine.seq_dp_world_size
+    if ranks and ranks != size and wants_states:
+        return f"it was saved on {ranks} rank{'s' * (ranks > 1)}, this run has {size}; {convert}"
+    if ranks < size and stage == 3:  # each rank first reads a model file named after it
+        return (
+            f"it was saved on {ranks} rank{'s' * (ranks > 1)}, and this run has {size}: at stage 3 even loading only "
+            f"its weights needs at most as many ranks as saved it; {convert}"
+        )
+    if shards and wants_states and bool(shards[0][1]) != engine.bfloat16_enabled():
+        before, now = ("bf16", "another") if shards[0][1] else ("another", "bf16")
+        return f"it was saved in {before} precision, this run has {now}; {convert}"
+    return None
+
+
+def _opened(engine: Any, name: str, key: str | None = None) -> dict[str, Any]:
+    """Return the contents of a file or, with ``key``, that entry of it."""
+    file = Path(name)
+    if not file.is_file():
+        raise CheckpointError(f"{file.name} is missing; restore it, or load another tag")
+    try:
+        found = engine.checkpoint_engine.load(name, map_location="cpu")
+        return found[key] if key else found
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
+        raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
+
+
+def _states(engine: Any, arguments: Arguments, model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return this rank's saved optimizer state: that of ZeRO's wrapper, or at stage 0 of the optimizer."""
+    place = arguments["load_dir"], arguments["tag"]
+    if engine.zero_optimization():
+        return _opened(engine, engine._get_zero_ckpt_name(*place), "optimizer_state_dict")
+    if engine.has_moe_layers:
+        rank = groups._get_expert_parallel_rank(groups._get_max_expert_size_name())
+        return _opened(engine, engine._get_optimizer_ckpt_name(*place, rank), "optimizer")
+    return model["optimizer"]
+
+
+def _shape_difference(engine: Any, model: Mapping[str, Any], folder: Path, is_strict: bool) -> str | None:
+    """Return which parameter or buffer of the model is not the saved one; ``None`` if there is none."""
+    current, is_complete = _shapes(engine.module), False
+    if engine.pipeline_parallelism:
+        saved, current = _shapes_of_layers(engine, folder)
+    elif engine.zero_optimization_partition_weights():
+        saved = {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}
+    else:
+        saved = {name: tuple(value.shape) for name, value in model["module"].items() if isinstance(value, Tensor)}
+        is_complete = not engine.has_moe_layers  # each expert has its own file
+    for name in current.keys() & saved.keys():
+        if saved[name] != current[name]:
+            return (
+                f"{name} has shape {list(saved[name])} in the checkpoint and {list(current[name])} in the model: the "
+                "checkpoint belongs to another model"
+            )
+    missing, extra = sorted(current.keys() - saved.keys()), sorted(saved.keys() - current.keys())
+    if is_strict and is_complete and (missing or extra):
+        return (
+            f"the model has {missing[:4]}, which the checkpoint lacks, and the checkpoint has {extra[:4]}, which the "
+            "model lacks: it belongs to another model; load_module_strict=False loads what both have"
+        )
+    return None
+
+
+def _shapes(module: Any) -> Shapes:
+    params = dict(module.named_parameters(remove_duplicate=False))
+    return {
+        name: tuple(getattr(params.get(name, value), "ds_shape", value.shape))
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _shapes_of_layers(engine: Any, folder: Path) -> tuple[Shapes, Shapes]:
+    """Return the shapes in the files of this pipeline stage's layers, and those of the layers."""
+    saved, current = Shapes(), Shapes()
+    for index, layer in enumerate(engine.module.forward_funcs):
+        if hasattr(layer, "load_state_dict"):
+            values = _opened(engine, engine.module.ckpt_layer_path(str(folder), index))
+            name = f"{engine.module._local_start + index}."
+            saved |= {name + key: tuple(value.shape) for key, value in values.items() if isinstance(value, Tensor)}
+            current |= {name + key: shape for key, shape in _shapes(layer).items()}
+    return saved, current
+
+
+def _layout_difference(engine: Any, model: Mapping[str, Any], states: Mapping[str, Any], convert: str) -> str | None:
+    """Return how the optimizer's tensors differ from the saved ones, as an error message; ``None`` if they do not."""
+    wrapper = engine.optimizer
+    before, now = _precision(model.get("ds_config")), _precision(engine.config)
+    if before and now and before != now:
+        return f"it was saved in {before} precision, this run has {now}; {convert}"
+    if not engine.zero_optimization():
+        return _order_difference(*_stage0_orders(engine.basic_optimizer, states.get("optimizer_state_dict", states)))
+    if ("loss_scaler" in states) != hasattr(wrapper, "loss_scaler"):
+        before, now = ("with", "without") if hasattr(wrapper, "loss_scaler") else ("without", "with")
+        return f"it was saved {before} DeepSpeed's BF16_Optimizer, this run is {now} it; {convert}"
+    saved, current = (
+        [[(name, list(shape)) for name, shape in group.items()] for group in shapes]
+        for shapes in (model["param_shapes"], engine._get_zero_param_shapes())
+    )
+    if text := _order_difference(list(itertools.chain(*saved)), list(itertools.chain(*current))):
+        return text
+    positions = states.get("param_slice_mappings"), getattr(wrapper, "_param_slice_mappings", None)
+    if saved != current or (None not in positions and positions[0] != positions[1]):
+        return (
+            "its shards divide the parameters differently: parameter groups, their order, sub_group_size or "
+            f"round_robin_gradients differ; {convert}"
+        )
+    return None
+
+
+def _precision(config: Any) -> str | None:
+    """Return the precision that a ds_config sets; ``None`` if only the path of its file is known."""
+    if not isinstance(config, Mapping):
+        return None
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    return next((short for name, short in names.items() if (config.get(name) or {}).get("enabled")), "fp32")
+
+
+def _stage0_orders(optimizer: Any, states: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the saved and the current order of the parameters at stage 0: by name or, if none were saved, by size.
+
+    The saved size of a parameter without a state is ``None``.
+    """
+    if all(NAMES in group for group in states["param_groups"]):
+        names = [group[NAMES] for group in states["param_groups"]]
+        return list(itertools.chain(*names)), list(itertools.chain(*optimizer.saved_form.names))
+    entries = [states["state"].get(index, {}) for group in states["param_groups"] for index in group["params"]]
+    saved = [entry["exp_avg"].numel() if "exp_avg" in entry else None for entry in entries]
+    return saved, [param.numel() for group in optimizer.param_groups for param in group["params"]]
+
+
+def _order_difference(saved: list[Any], current: list[Any]) -> str | None:
+    """Return an error message if the parameters' order differs; they are given by name and shape, or by size."""
+    for place, (old, new) in enumerate(itertools.zip_longest(saved, current)):
+        if old != new and (old is not None or place >= len(saved)):
+            return (
+                f"the order of the parameters differs: parameter {place} of the optimizer is {old} in the checkpoint "
+                f"and {new} in this run; pass model_parameters in the order and groups of the run that saved it"
+            )
+    return None
