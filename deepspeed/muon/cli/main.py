@@ -200,7 +200,6 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "per_rank": per_rank(found),
         "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens, measured),
         "measured": measured,
-        "ok": True,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(groups, settings.gradient_clipping),

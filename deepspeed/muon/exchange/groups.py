@@ -22,12 +22,8 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.workspace import has_fp64
 
-Ranks = tuple[int, ...]
 #: An answer that is equal on all ranks. Only :func:`agreed` makes one.
 Agreed = NewType("Agreed", bool)
-
-#: (the world's process group, ranks) -> process group that :func:`make_groups` has made, if this rank is in it.
-_made: dict[tuple[Any, Ranks], Any] = {}
 
 
 def processes() -> int:
@@ -112,44 +108,21 @@ def union(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for first in firsts for name in broadcast(local, first)))
 
 
-def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> None:
-    """Create process groups for :func:`group_of` to return. All ranks of the world must call this together.
+def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> Any:
+    """Create process groups, and return the one that contains this rank. All ranks must call this together.
 
-    ``wanted``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks. ``device``: device of
-    the tensors that will be sent.
+    ``wanted``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``, equal on all ranks; each rank is in one.
+    ``device``: device of the tensors that will be sent.
     """
+    own = torch.distributed.group.WORLD
     # In one order on all ranks, members or not: if NCCL splits the world's communicator, every rank must take part.
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
         group = torch.distributed.new_group(list(ranks), timeout=group_timeout(device))
         if torch.distributed.get_rank() in ranks:
-            _made[torch.distributed.group.WORLD, ranks] = group
+            own = group
             # Use it once now: some backends build a group's connections only in its first collective.
             torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
-
-
-def is_made(ranks: Sequence[int]) -> bool:
-    """Return whether :func:`group_of` can return a process group of ``ranks``, world ranks that include this one."""
-    if len(ranks) == torch.distributed.get_world_size():
-        return True
-    group = _made.get((torch.distributed.group.WORLD, tuple(ranks)))
-    return group in torch.distributed.distributed_c10d._world.pg_map  # the script may have destroyed it
-
-
-def group_of(ranks: Sequence[int]) -> Any:
-    """Return the process group of ``ranks`` (world ranks). :func:`make_groups` must have created it.
-
-    Raises:
-        RuntimeError: it has not been created, and ``ranks`` are not the whole world.
-    """
-    if len(ranks) == torch.distributed.get_world_size():
-        return torch.distributed.group.WORLD
-    if not is_made(ranks):
-        raise RuntimeError(
-            f"the loaded optimizer state makes ranks {list(ranks)} orthogonalize matrices together, but they have no "
-            "process group, and all ranks must create it together; call engine.load_checkpoint on all ranks, or load "
-            "the state before the first step"
-        )
-    return _made[torch.distributed.group.WORLD, tuple(ranks)]
+    return own
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
@@ -161,14 +134,3 @@ def group_timeout(device: torch.device) -> timedelta | None:
         return timedelta(minutes=int(minutes))
     world: Any = torch.distributed.group.WORLD
     return getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
-
-
-def limit_time(group: Any) -> None:
-    """Set a process group's time limit to the environment variable ``DEEPSPEED_TIMEOUT`` (minutes).
-
-    Do nothing if the variable is not set, or if torch cannot change the limit.
-    """
-    set_timeout = getattr(torch.distributed.distributed_c10d, "_set_pg_timeout", None)
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    if set_timeout is not None and minutes and torch.distributed.get_backend(group) in ("nccl", "gloo"):
-        set_timeout(timedelta(minutes=int(minutes)), group)

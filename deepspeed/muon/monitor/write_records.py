@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from deepspeed.muon.exchange.groups import summed, union
@@ -23,7 +23,6 @@ from deepspeed.muon.monitor.step_stats import (
     label,
     values_of,
 )
-from deepspeed.muon.step.partition_step import Phase
 
 
 class Recorder:
@@ -36,12 +35,11 @@ class Recorder:
 
     def __init__(self, optimizer: Any, synchronize: Callable[[], None]) -> None:
         self._optimizer, self._synchronize = optimizer, synchronize
-        #: :func:`label` of a parameter -> its matrices with a single owner; only such a matrix can be sampled.
+        #: :func:`label` of a parameter -> its matrices.
         self._matrices: dict[str, list[str]] = {}
         for plan in optimizer.plans:
-            for item, owners in zip(plan.of_all.items, plan.of_all.counts, strict=True):
-                found = self._matrices.setdefault(label(item.shard.spec.name), [])
-                found += [item.name] if owners == 1 else []
+            for item in plan.of_all.items:
+                self._matrices.setdefault(label(item.shard.spec.name), []).append(item.name)
         #: Labels and attention layers of all pipeline stages, because all ranks add up the same list of values.
         self._labels = union(self._matrices)
         self._layers = union(layer.name for layer in (optimizer.qk_clip.layers if optimizer.qk_clip else ()))
@@ -50,7 +48,7 @@ class Recorder:
         """Return whether the engine's next step is to be recorded, according to ``monitor_interval``."""
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
-    def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
+    def record(self, step: Callable[[], None], engine: Any, outer: Callable[[str], AbstractContextManager]) -> None:
         """Make an optimizer step by calling ``step()``, measure it, and write the values. A collective.
 
         ``outer``: function (name of a phase) -> context manager, such as a timer, in which the phase is run as well.

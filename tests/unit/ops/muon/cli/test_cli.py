@@ -104,7 +104,7 @@ KEYS = {
     "share": "newton_schulz_gflop communication_gflop gflop_per_token by_tokens",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }
-ROW_KEYS = "name count shape rule reason blocks scales methods cost owners on_each owners_of_one"
+ROW_KEYS = "name count shape rule reason blocks scales methods cost owners on_each"
 
 
 def test_json_is_one_object_with_stable_keys(plan: Command) -> None:
