@@ -13,15 +13,12 @@ from benchmarks import report
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.math.coefficients import NAMED, schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, orthogonalize
-from helpers.oracles import newton_schulz_fp64, over_norm
-from helpers.rules import almost_orthogonal
+from helpers.oracles import newton_schulz_fp64
 
 ROWS, COLS = 192, 768
 #: Singular values below this part of the largest are left out of the measures: bf16 turns exact zeros into them.
 NOISE = 0.01
 SETTINGS: dict[str, dict[str, Any]] = {name: {"ns_coefficients": name} for name in NAMED} | {
-    "aol, simple": {"ns_coefficients": "simple", "ns_normalization": "aol"},
-    "aol, simple, 4 steps": {"ns_coefficients": "simple", "ns_steps": 4, "ns_normalization": "aol"},
     "simple, 4 steps": {"ns_coefficients": "simple", "ns_steps": 4},
 }
 
@@ -67,18 +64,13 @@ def rows() -> Iterator[dict[str, Any]]:
     for kind, matrix in inputs():
         for name, keys in SETTINGS.items():
             triples = schedule(keys["ns_coefficients"], keys.get("ns_steps"))
-            normalization = keys.get("ns_normalization", "frobenius")
-            start = almost_orthogonal if normalization == "aol" else over_norm
-            exact = newton_schulz_fp64(matrix, triples, start)
+            exact = newton_schulz_fp64(matrix, triples)
             row: dict[str, Any] = {"input": kind, "schedule": name, **measures(matrix, exact)}
             largest = row["largest s"]
             for method in METHODS:
                 for dtype in DTYPES:
-                    if normalization == "aol" and dtype == "fp16":
-                        continue
-                    found = orthogonalize(
-                        matrix.float()[None], triples, method, DTYPES[dtype], None, kernels, normalization
-                    )[0].double()
+                    batch = matrix.float()[None]
+                    found = orthogonalize(batch, triples, method, DTYPES[dtype], None, kernels)[0].double()
                     row[f"{method} {dtype}"] = float((found - exact).norm() / exact.norm())
                     largest = max(largest, largest_of(found))
             yield row | {"largest s, rounded": largest}
@@ -89,15 +81,15 @@ def quality() -> str:
     found = list(rows())
     text = f"""# Quality of the orthogonalization
 
-What `ns_coefficients` and `ns_normalization` make of a matrix, and what rounding adds. `python -m benchmarks quality`
-writes this page. {report.one_line()}.
+What `ns_coefficients` makes of a matrix, and what rounding adds. `python -m benchmarks quality` writes this page.
+{report.one_line()}.
 
 Matrices of {ROWS} x {COLS}, in bf16 as they arrive at their owner, and gradients of `examples/pretrain_gpt` at its
 third step. *Localized* ones have singular vectors with two entries, so that no error is averaged out. Of the r
 directions U, V in which the matrix has more than 1 % of its largest singular value:
 
 - **rms of s - 1**: of the r largest singular values s of the result O, exact in fp64: 0 is an orthogonal matrix;
-- **distance to U V'**: |U' O V - I| / sqrt(r). AOL orthogonalizes a scaled matrix, so that its distance stays;
+- **distance to U V'**: |U' O V - I| / sqrt(r);
 - **largest s**: exact, and the largest of all dtypes and methods. A schedule that leaves its range would show here;
 - **standard, gram**: the error of the result in each dtype, relative to the exact one. The steep start of a schedule
   enlarges the rounding of small singular values.

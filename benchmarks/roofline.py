@@ -11,12 +11,10 @@ Counted per rank, and nothing else:
 The three add up: on a CPU the same cores do all of them.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks import report
-from benchmarks.rates import DTYPES, Rates, measure
+from benchmarks.rates import DTYPES, Rates
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
@@ -90,37 +88,3 @@ def floor(
         for way in demands(matrices, stage, world, name, symmetric):
             found.append((Floor(*(amount / rate for amount, rate in zip(way, speed, strict=True))), way))
     return min(found, key=lambda pair: sum(pair[0]))
-
-
-def roofline(
-    matrices: tuple[str, ...] = ("8x512x512", "8x2048x512", "8x512x2048"),
-    world: int = 2,
-    threads: int = 1,
-    symmetric: bool = False,
-    device: str = "cpu",
-) -> str:
-    """Measure this machine's rates; the least time of a step by ZeRO stage.
-
-    Args:
-        matrices: COUNTxROWSxCOLS
-        world: ranks
-        threads: of each rank
-        symmetric: count products with a symmetric result half
-        device: cpu or cuda
-    """
-    shapes = [(int(r), int(c)) for n, r, c in (text.split("x") for text in matrices) for _ in range(int(n))]
-    rates, rows = measure(world, threads, device).best(measure(world, threads, device)), []
-    for stage in range(4):
-        least, demand = floor(shapes, stage, world, rates, symmetric=symmetric)
-        row = {"stage": stage, "GFLOP": demand.flops / 1e9, "MB in memory": demand.bytes / 1e6}
-        row |= {"MB sent": demand.sent / 1e6, "Newton-Schulz ms": 1e3 * least.newton_schulz}
-        row |= {"elementwise ms": 1e3 * least.elementwise, "exchange ms": 1e3 * least.exchange}
-        rows.append(row | {"floor ms": 1e3 * sum(least)})
-    title = f"The floor of a step: {len(shapes)} matrices, {sum(r * c for r, c in shapes) / 1e6:.1f} M parameters"
-    counted = "symmetric products counted half" if symmetric else "every product counted in full"
-    name = report.name_of("roofline", f"{world}-ranks", "symmetric" * symmetric)
-    parts = "Newton-Schulz ms", "elementwise ms", "exchange ms"
-    chart = report.bars(rows, lambda row: f"stage {row['stage']}", *parts, unit="least milliseconds of a step")
-    setting = f"{world} ranks, {threads} threads per rank, bf16, {counted}. {rates}"
-    facts = [row | dataclasses.asdict(rates) for row in rows]
-    return report.write(name, title, facts, setting, report.table(rows), draw=chart)

@@ -49,12 +49,13 @@ class Variant:
 
 
 MUON, ADAMW = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.01}, {"lr": 1e-3, "weight_decay": 0.01}
+STOCKS_SCALE, PLAIN = {"adjust_lr_fn": "original"}, {"kernels": "torch"}
 STANDARD = {"ns_method": "standard"}  # runs in bf16; the default, gram, in fp16 or fp32
 VARIANTS = {
     "stock": Variant("stock Muon", "Muon", MUON),
     "stock-standard": Variant("stock Muon, standard", "Muon", MUON | STANDARD),
-    "ours": Variant("deepspeed-muon", "Muon", MUON, is_ours=True),
-    "ours-torch": Variant("deepspeed-muon, plain PyTorch", "Muon", MUON | {"kernels": "torch"}, is_ours=True),
+    "ours": Variant("deepspeed-muon", "Muon", MUON | STOCKS_SCALE, is_ours=True),
+    "ours-torch": Variant("deepspeed-muon, plain PyTorch", "Muon", MUON | STOCKS_SCALE | PLAIN, is_ours=True),
     "adamw": Variant("AdamW", "AdamW", ADAMW),
     "adamw-again": Variant("AdamW again", "AdamW", ADAMW, again="adamw"),
 }

@@ -12,10 +12,10 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from deepspeed.muon.config.messages import PEERS, allowed
+from deepspeed.muon.config.messages import ELSEWHERE, REMOVED, REMOVED_VALUES, allowed
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, SCALE_ALIASES, STOCK_TUNING_KEYS
+from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, STOCK_TUNING_KEYS
 from deepspeed.muon.math.coefficients import NAMED
 from deepspeed.muon.math.scale import SCALES, update_rms
 
@@ -30,10 +30,10 @@ Generated from `deepspeed/muon/config/` by `python docs/generate.py`.
 {{"optimizer": {{"type": "Muon", "params": {{"lr": 1e-3, "weight_decay": 0.1}}}}}}
 ```
 
-Every key of `optimizer.params` is optional. `null` means the default. An unknown key is refused, with the nearest that
-exists ([wrong configurations](reference/wrong-configurations.md)). Stock DeepSpeed's keys and defaults keep working;
-*stock* means DeepSpeed without this package. The optimizer has two halves: the *Muon half* updates hidden matrices, the
-*AdamW half* everything else ([which parameters](#which-parameters-go-to-muon)).
+Every key of `optimizer.params` is optional. `null` means the default. Unknown keys raise an error that suggests the
+closest valid key ([wrong configurations](reference/wrong-configurations.md)). Stock DeepSpeed's keys and defaults keep
+working; *stock* means DeepSpeed without this package. The optimizer has two halves: the *Muon half* updates hidden
+matrices, the *AdamW half* everything else ([which parameters](#which-parameters-go-to-muon)).
 
 A number may be a string in plain decimals, as YAML reads `1e-5`; `"1e_5"`, `"1e-5 "` and `"inf"` are refused, and so is
 anything but `true` and `false` for a flag ([why](decisions/0039-what-counts-as-a-number.md)). dtypes may be written
@@ -53,25 +53,27 @@ override those of both halves. The log prints what a preset has set.
 {{"optimizer": {{"type": "Muon", "params": {{"preset": "kimi_k2"}}}}}}
 ```
 
-| preset | sets | source | what to know |
-|---|---|---|---|
+| preset | sets | source | routers of experts | other differences |
+|---|---|---|---|---|
 {presets}
 
 These are values of pre-training runs of large models; their rates suit large batches.
 
 ## The scale of an update
 
-`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. With `auto`:
+`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. `auto` means:
 
-- a section that sets `lr`, and none of {tuning}, has AdamW's learning rate and gets
-  `match_rms_adamw`;
-- any of these three keys, or no `lr`, means values tuned for stock's Muon and gets `original`;
-- `rms_scale` asks for `match_rms_adamw`.
+- `match_rms_adamw` for a section with `lr`: an update is as large as AdamW's, so AdamW's learning rate fits.
+- `original` for a section with {tuning}, keys that only stock's Muon has, and for one without any learning rate, where
+  stock's defaults act. `original` means that we assume your learning rate was tuned for stock DeepSpeed's Muon.
+- `match_rms_adamw` for a section with `rms_scale`, which only this scale uses.
 
-No other key decides. The log states the scale that acts and why.
+A section with `lr` and `momentum` alone could be either, so it raises an error that asks for `adjust_lr_fn`. Write
+`"original"` if the section was written for stock's Muon or `lr` was tuned for it, and `"match_rms_adamw"` if `lr` comes
+from AdamW. No other key decides. The first line of the log names the scale and the reason.
 
-| value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 | also called |
-|---|---|---|---|---|---|
+| value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 |
+|---|---|---|---|---|
 {scales}
 
 Megatron's `spectral` is `match_rms_adamw` with `rms_scale` set to its `muon_extra_scale_factor`.
@@ -93,8 +95,8 @@ groups `group0-muon`, `group0-adam` and so on, or after the group's `name`. Thos
 bear the name of their process group.
 
 Other keys of a group, such as `lr_scale` or `layer_id` of layer-wise decay, are the script's own: they change nothing
-and stay in both halves, as in torch's AdamW. Refused are misspelt keys, other projects' names below, and keys that only
-`optimizer.params` may set.
+and stay in both halves, as in torch's AdamW. Misspelt keys, the keys in the last table of this page, and keys that only
+`optimizer.params` may set raise an error.
 
 ## Which parameters go to Muon
 
@@ -137,13 +139,13 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
 - A cycle of the momentum (`OneCycle`, `OneCycleLR`, `CyclicLR`) moves the first of AdamW's `betas`; Muon's `momentum`
   [stays as it is](decisions/0040-cycles-of-betas-leave-muons-momentum.md).
 
-## Other projects' names
+## Names from other optimizers, and removed keys
 
-A key on the left is refused with the one on the right as the suggestion.
+Each of these keys and values raises an error that says what to write instead.
 
-| elsewhere | here |
+| key | message |
 |---|---|
-{peers}
+{refused}
 """
 
 WRONG_CONFIGURATIONS = """# Wrong configurations
@@ -222,15 +224,9 @@ def configuration() -> str:
         for key, field in MuonConfig.model_fields.items()
         for extra in (field.json_schema_extra,)
     ]
-    aliases = {name: [alias for alias, meant in SCALE_ALIASES.items() if meant == name] for name in SCALES}
     shapes = ((1024, 1024), (4096, 1024), (1024, 4096))
     scales = [
-        (
-            f"`{name}`",
-            f"`{formula}`",
-            *(f"{update_rms(name, *shape):.3g}" for shape in shapes),
-            ", ".join(f"`{alias}`" for alias in aliases[name]),
-        )
+        (f"`{name}`", f"`{formula}`", *(f"{update_rms(name, *shape):.3g}" for shape in shapes))
         for name, (formula, _) in SCALES.items()
     ]
     schedules = [
@@ -242,6 +238,7 @@ def configuration() -> str:
             f"`{name}`",
             "<br>".join(f"`{key}`: {json.dumps(value)}" for key, value in preset.values.items()),
             preset.source,
+            preset.routers,
             preset.left_out,
         )
         for name, preset in PRESETS.items()
@@ -255,8 +252,12 @@ def configuration() -> str:
         scales=rows(scales),
         schedules=rows(schedules),
         group_keys=", ".join(f"`{key}`" for key in GROUP_KEYS),
-        tuning=", ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
-        peers=rows([(f"`{theirs}`", f"`{ours}`") for theirs, ours in sorted(PEERS.items())]),
+        tuning=" or ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
+        refused=rows(
+            [(f"`{key}`", text) for key, text in ELSEWHERE.items()]
+            + [(f"`{key}`", f"was removed in 0.3.0, {text}") for key, text in REMOVED.items()]
+            + [(f"`{key}: {value}`", f"removed in 0.3.0; {text}") for (key, value), text in REMOVED_VALUES.items()]
+        ),
     )
 
 

@@ -12,7 +12,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("cpu_capability") = MUON_TEXT(CPU_CAPABILITY);
   m.def("advance", &muon::advance);
   m.def("advance_rounded", &muon::advance_rounded);
-  m.def("look_ahead", &muon::look_ahead);
   m.def("advance_codes", &muon::advance_codes);
   m.def("apply_", &muon::apply_);
   m.def("copy_rounded", &muon::copy_rounded);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// advance with a momentum that is kept in int8, as deepspeed/muon/kernels/codes.py defines it: look_ahead reads any rows
-// of it, advance_codes updates whole blocks.
+// advance with a momentum that is kept in int8, as deepspeed/muon/kernels/codes.py defines it.
 #include "elementwise.h"
 #include "muon.h"
 #include "noise.h"
@@ -33,32 +32,6 @@ float largest_of(const Values& values) {
 }
 
 template <typename Grad, typename Out>
-void look(const int8_t* codes, const float* absmax, int64_t skipped, const Grad* grad, Out* out, int64_t numel,
-          int64_t cols, int64_t pitch, const Momentum& momentum) {
-  at::parallel_for(0, numel, kGrain, [=](int64_t begin, int64_t end) {
-    Values values;
-    int64_t row = begin / cols, col = begin % cols;
-    for (int64_t i = begin; i < end;) {
-      // As far as the row, the block and this thread's part go.
-      const int64_t from = row * pitch + col, block = (skipped + from) / kBlock;
-      const int64_t length = std::min({end - i, cols - col, (block + 1) * kBlock - skipped - from});
-      decode(codes + from, static_cast<int>(length), absmax[block], values);
-      for_units(0, length, [&](int64_t j, int count) {
-        const Floats gradient = load(grad + from + j, count);
-        const Floats average_now = momentum.average(Floats::loadu(values + j), gradient);
-        store(out + i + j, momentum.ahead(gradient, average_now), count);
-      });
-      i += length;
-      col += length;
-      if (col == cols) {
-        col = 0;
-        ++row;
-      }
-    }
-  });
-}
-
-template <typename Grad, typename Out>
 void run(int8_t* codes, float* absmax, const Grad* grad, Out* out, int64_t numel, const Momentum& momentum,
          const Noise& noise) {
   const Floats unit(0x1p-16f);
@@ -72,7 +45,7 @@ void run(int8_t* codes, float* absmax, const Grad* grad, Out* out, int64_t numel
         const Floats gradient = load(grad + first + i, count);
         const Floats average_now = momentum.average(Floats::loadu(values + i), gradient);
         average_now.store(values + i);
-        if (out) store(out + first + i, momentum.ahead(gradient, average_now), count);
+        store(out + first + i, momentum.ahead(gradient, average_now), count);
       });
       const float largest = largest_of(values), kept = largest < kSmallest ? 0.0f : largest;
       const Floats factor(kept == 0.0f ? 0.0f : kLevels / kept);
@@ -95,22 +68,12 @@ bool are_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tens
 
 }  // namespace
 
-bool look_ahead(const at::Tensor& codes, const at::Tensor& absmax, int64_t skipped, const at::Tensor& grad,
-                const at::Tensor& out, int64_t cols, int64_t pitch, double momentum, bool nesterov) {
-  if (!are_codes(codes, absmax, grad) || !is_plain(out)) return false;
+bool advance_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tensor& grad, const at::Tensor& out,
+                   double momentum, bool nesterov, std::pair<int64_t, int64_t> key, int64_t first) {
+  if (!are_codes(codes, absmax, grad) || !are_plain(codes, out)) return false;
   return with_gradient(grad, out, [&](auto* from, auto* to) {
-    look(input<int8_t>(codes), input<float>(absmax), skipped, from, to, out.numel(), cols, pitch,
-         Momentum(momentum, nesterov));
-  });
-}
-
-bool advance_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tensor& grad,
-                   const std::optional<at::Tensor>& out, double momentum, bool nesterov, std::pair<int64_t, int64_t> key,
-                   int64_t first) {
-  if (!are_codes(codes, absmax, grad) || (out && !are_plain(codes, *out))) return false;
-  return with_gradient(grad, out.value_or(absmax), [&](auto* from, auto* to) {
-    run(output<int8_t>(codes), output<float>(absmax), from, out ? to : nullptr, codes.numel(),
-        Momentum(momentum, nesterov), Noise(key, first));
+    run(output<int8_t>(codes), output<float>(absmax), from, to, codes.numel(), Momentum(momentum, nesterov),
+        Noise(key, first));
   });
 }
 

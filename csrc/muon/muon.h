@@ -15,11 +15,8 @@ namespace muon {
 bool advance(const at::Tensor& buffer, const at::Tensor& grad, const at::Tensor& out, double momentum, bool nesterov);
 bool advance_rounded(const at::Tensor& buffer, const at::Tensor& grad, const at::Tensor& out, double momentum,
                      bool nesterov, std::pair<int64_t, int64_t> key, int64_t first);
-bool look_ahead(const at::Tensor& codes, const at::Tensor& absmax, int64_t skipped, const at::Tensor& grad,
-                const at::Tensor& out, int64_t cols, int64_t pitch, double momentum, bool nesterov);
-bool advance_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tensor& grad,
-                   const std::optional<at::Tensor>& out, double momentum, bool nesterov, std::pair<int64_t, int64_t> key,
-                   int64_t first);
+bool advance_codes(const at::Tensor& codes, const at::Tensor& absmax, const at::Tensor& grad, const at::Tensor& out,
+                   double momentum, bool nesterov, std::pair<int64_t, int64_t> key, int64_t first);
 bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double scale, double weight_decay,
             bool cautious);
 bool copy_rounded(const at::Tensor& target, const at::Tensor& source, std::pair<int64_t, int64_t> key, int64_t first);

@@ -42,7 +42,3 @@ class SettingsError(ValueError):
 
 class ModelError(ValueError):
     """``ds_muon`` cannot build the model; the message says what was passed and what is expected."""
-
-
-class RecordsError(ValueError):
-    """A run's monitor records cannot be plotted; the message says what is missing."""

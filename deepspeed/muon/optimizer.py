@@ -18,20 +18,20 @@ from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels.selection import product_tables
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.choice import Choice, choice_from_json
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of, whole_parameter
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
 from deepspeed.muon.matrices.routing import route, shapes_of, tag_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.monitor.step_stats import ABSENT, StepStats
+from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.param_groups import (
     check_decay_rates,
@@ -49,7 +49,7 @@ from deepspeed.muon.scheduler_view import UserGroups
 from deepspeed.muon.step.binding import StepContext, bind_partition
 from deepspeed.muon.step.gradient_checks import are_finite, without_gradient
 from deepspeed.muon.step.normuon_moments import SecondMoments
-from deepspeed.muon.step.partition_step import PartitionStep, Phase, StepValues, short_hash
+from deepspeed.muon.step.partition_step import PartitionStep, StepValues, short_hash
 from deepspeed.muon.tuning import Tuning, resume_choice
 
 
@@ -95,11 +95,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
         self.config: MuonConfig = parse(config)
-        if self.config.ns_tuning is not None:
-            logger.warning(
-                "deepspeed-muon: optimizer.params.ns_tuning has no effect any more, remove it: ns_dtype, ns_method and "
-                'kernels are measured at start if they are "auto"'
-            )
         #: How momentum and weight decay change with the step.
         self._schedules = self.config.schedules
         model, self._replicas = unwrapped(model)
@@ -336,11 +331,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def create_states(self, partition: Partition) -> None:
         """Create missing optimizer states of a :class:`Partition`'s tensors, which must be in memory (not on NVMe)."""
         use_muon = self.param_groups[partition.index]["use_muon"]
-        for tensor, fragments in zip(partition.tensors, partition.fragments(), strict=True):
-            if not use_muon:
-                self._fragments[tensor] = fragments
-            elif self.config.momentum_dtype == "int8":
-                self._blocks[tensor] = Blocks(fragments)
+        if not use_muon:
+            self._fragments |= zip(partition.tensors, partition.fragments(), strict=True)
+        elif self.config.momentum_dtype == "int8":
+            self._blocks |= zip(partition.tensors, map(Blocks, partition.matrix_pieces()), strict=True)
+        for tensor in partition.tensors:
             self.create_state(tensor, use_muon)
 
     def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
@@ -352,7 +347,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
         """Return the quantization blocks of a tensor's int8 momentum: which elements share a scale."""
-        return self._blocks.get(tensor) or whole_parameter(tensor)  # before bind, a tensor is a whole parameter
+        if tensor not in self._blocks:  # before bind, a tensor is a whole parameter
+            whole = whole_partition(0, [tensor], [self.specs[tensor]])  # type: ignore[index]
+            self._blocks[tensor] = Blocks(whole.matrix_pieces()[0])
+        return self._blocks[tensor]
 
     @staticmethod
     def host_zeros(numel: int) -> Tensor:
@@ -427,16 +425,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         # In every step, because a schedule may change these rates.
         for group in self.param_groups:
             check_decay_rates(group)
-        steps = {group["name"]: self._step_of(group) for group in self.param_groups if _is_muon(group)}
-        absent = dict(zip(steps, self._without_gradient([*steps.values()]), strict=True))
-        for group in self.param_groups:
-            name = group["name"]
-            if name in steps:
-                self._muon_step(group, steps[name], absent[name])
-            elif group["params"]:
+        groups = [group for group in self.param_groups if group["params"]]
+        steps = [self._step_of(group) if group["use_muon"] else None for group in groups]
+        absent = iter(self._without_gradient([step for step in steps if step is not None]))
+        for group, step in zip(groups, steps, strict=True):
+            left_alone: frozenset[str] = frozenset()
+            if step is None:
                 self._adam_step(group)
-            if self.qk_clip and group["params"]:
-                plan, left_alone = (steps[name].plan, absent[name]) if name in steps else (None, frozenset())
+            else:
+                self._muon_step(group, step, left_alone := next(absent))
+            if self.qk_clip:
+                plan = None if step is None else step.plan
                 self.qk_clip.apply(group["params"], plan, left_alone, kernels=self.context.kernels, work=self.workspace)
         if not self.context.is_stepped_in_parts:
             self.workspace.release()
@@ -492,7 +491,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             found = without_gradient([step.gradients for step in steps], [step.partition.tensors for step in steps])
         if self._stats is not None:
             # All ranks that share the plan count the same matrices, and their counts are added up.
-            self._stats.add(ABSENT, sum(len(a) / s.sharers for a, s in zip(found, steps, strict=True)), 0)
+            self._stats.without_gradient += sum(len(a) / s.sharers for a, s in zip(found, steps, strict=True))
         return found
 
     def _muon_step(self, group: dict[str, Any], step: PartitionStep, without_gradient: frozenset[str]) -> None:
@@ -524,13 +523,3 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
-        if self._stats is not None:
-            self._stats.after_adamw(
-                (adamw.sum_of_squared_updates(state, group, fragment), fragment.numel)
-                for tensor, state in zip(tensors, states, strict=True)
-                for fragment in self._fragments[tensor]
-            )
-
-
-def _is_muon(group: dict[str, Any]) -> bool:
-    return bool(group["use_muon"] and group["params"])

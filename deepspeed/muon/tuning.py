@@ -139,8 +139,7 @@ class Candidates:
         values of ``ns_method`` in the Muon groups. ``has_bf16``: whether ``device`` has bf16 instructions; see
         :func:`has_bf16`.
         """
-        left_out = {"bf16": not has_bf16, "fp16": config.ns_normalization == "aol"}
-        dtypes = tuple(name for name in DTYPES if not left_out.get(name))
+        dtypes = tuple(name for name in DTYPES if has_bf16 or name != "bf16")
         methods = METHODS if "auto" in ns_methods or len(ns_methods) != 1 else tuple(ns_methods)
         chosen = dtypes if config.ns_dtype == "auto" else (config.ns_dtype,)
         return cls(chosen, methods, tables, config.schedule, device)

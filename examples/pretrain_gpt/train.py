@@ -109,6 +109,12 @@ def train_step(engine: DeepSpeedEngine, corpus: Corpus, seed: int, step: int) ->
     return mean_over_ranks(loss)
 
 
+def largest_logits(engine: DeepSpeedEngine) -> dict[str, float]:
+    """Return the largest attention logit of each layer in the last step, if the optimizer has QK-clip."""
+    clip = getattr(engine.basic_optimizer, "qk_clip", None)
+    return {f"max_logit/{layer}": logit for layer, logit in clip.largest.items()} if clip else {}
+
+
 def train(engine: DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace) -> None:
     """Run the steps that are left, logging the losses and saving checkpoints on the way."""
     state = {"step": 0, "seconds": 0.0}
@@ -129,7 +135,9 @@ def train(engine: DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace) -> 
             bar.set_postfix(train=f"{loss:.3f}", held_out=f"{row.held_out:.3f}")
         if is_main:
             log.write(row)
-            engine.monitor.write_events([("Train/Samples/train_loss", loss, engine.global_samples)])
+            values = {"train_loss": loss} | largest_logits(engine)
+            samples = engine.global_samples
+            engine.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in values.items()])
         if args.save_every and step % args.save_every == 0:
             engine.save_checkpoint(args.out, client_state=state)
         if not math.isfinite(loss):

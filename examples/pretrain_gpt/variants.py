@@ -70,11 +70,9 @@ VARIANTS = {
     "Muon": Variant(),
     "NorMuon": Variant({"normuon": True}),
     "MuonEq, rows": Variant({"muon_eq": "rows"}),
-    "Muon+, columns_rows": Variant({"muon_plus": "columns_rows"}),
+    "Muon+": Variant({"muon_plus": True}),
     "polar_express": Variant({"ns_coefficients": "polar_express"}),
     "deepseek_v4": Variant({"ns_coefficients": "deepseek_v4"}),
-    "cubic5": Variant({"ns_coefficients": "cubic5"}),
-    "AOL": Variant({"ns_normalization": "aol"}),
     "one matrix per head": Variant({"per_head_muon": True}),
     "bf16 momentum": Variant({"momentum_dtype": "bf16"}, tuned=()),
     "int8 momentum": Variant({"momentum_dtype": "int8"}, tuned=()),
@@ -92,11 +90,11 @@ VARIANTS = {
 
 def watched(tau: float) -> Variant:
     """Return Muon whose attention logits are recorded in every step, and held at `tau`."""
-    return Variant({"qk_clip": {"tau": tau}, "monitor_interval": 1})
+    return Variant({"qk_clip": {"tau": tau}})
 
 
 def monitored(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return `config` with records written to CSV files under `folder`, where it asks for records."""
-    if "monitor_interval" not in config["optimizer"]["params"]:
+    """Return `config` with the attention logits written to CSV files under `folder`, if it has `qk_clip`."""
+    if "qk_clip" not in config["optimizer"]["params"]:
         return config
     return config | {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "monitor"}}

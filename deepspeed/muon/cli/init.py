@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_muon init``: convert a ds_config for AdamW to one for Muon, with a reason for every change."""
+"""``ds_muon init``: convert a ds_config for AdamW, or accelerate's YAML, to Muon, with a reason for every change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed.muon.cli.accelerate import ds_config_of, needs_flag, notes_on, precision_of, with_ds_config_file
-from deepspeed.muon.cli.edit_hjson import edited
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import SettingsError
@@ -32,7 +30,7 @@ ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8
 #: Default weight decay of torch's AdamW. DeepSpeed's AdamW has 0.
 TORCH_WEIGHT_DECAY = 0.01
 _DEFAULT, _IMPLEMENTATION = "it is AdamW's default", "it chooses an implementation of AdamW, with the same results"
-#: Key of AdamW that a section for Muon does not have -> (values that can be left out, the reason).
+#: Key of AdamW that a section for Muon does not need -> (values that can be left out, the reason).
 DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bias_correction": ((True,), _DEFAULT),
     "amsgrad": ((False,), _DEFAULT),
@@ -40,34 +38,34 @@ DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
     "set_grad_none": ((True, False, None), "the engine decides how gradients are cleared"),
     **dict.fromkeys(("fused", "foreach", "capturable", "differentiable"), ((True, False, None), _IMPLEMENTATION)),
 }
-#: Keys of DROPPED that a section for Muon has, too. Values that cannot be left out are kept.
-KEPT = {"bias_correction"} & MuonConfig.model_fields.keys()
 NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows which parameters go to Muon, and the cost"
-#: What a script without the Trainer passes to accelerate where the ds_config has an optimizer.
-DUMMY = "a SCRIPT without the Trainer passes accelerate's DummyOptim"
-#: (Tool, how to start a run on N ranks with the ds_config ``{0}``, what else to write) for tools that use DeepSpeed.
-START = (
-    ("Trainer", "deepspeed --num_gpus N SCRIPT --deepspeed {0}", ""),
-    ("TRL", "trl sft --config sft.yaml --num_processes N --deepspeed {0}", ""),
-    ("LLaMA-Factory", "FORCE_TORCHRUN=1 llamafactory-cli train sft.yaml deepspeed={0}", "no use_muon in sft.yaml"),
-    (
-        "ms-swift",
-        "NPROC_PER_NODE=N swift sft sft.yaml --deepspeed {0} --external_plugins plugin.py --optimizer deepspeed",
-        "plugin.py of examples/ms_swift",
-    ),
-    (
-        "axolotl",
-        "axolotl train sft.yaml --launcher torchrun -- --nproc_per_node N",
-        "in sft.yaml deepspeed: {0}, and no optimizer",
-    ),
-    ("accelerate", "accelerate launch --use_deepspeed --num_processes N --deepspeed_config_file {0} SCRIPT", DUMMY),
-)
+#: How accelerate starts a run. A script without the Trainer passes accelerate's DummyOptim.
+LAUNCH = "accelerate launch --config_file {} {}SCRIPT"
 #: Matches a comment in YAML or Hjson.
 COMMENT = re.compile(r"(?:^|\s)(?:#|//|/\*)")
 
+#: Fields that accelerate refuses together with ``deepspeed_config_file``, because the ds_config sets them.
+MOVED = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "zero3_save_16bit_model",
+)
+#: accelerate's ``mixed_precision`` -> what accelerate adds to a ds_config.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "auto_cast": True}},
+    "fp8": {"bf16": {"enabled": True}},
+    "no": {},
+}
+
 
 class Decision(NamedTuple):
-    """What ``ds_muon init`` changed or kept in a ds_config, in words: which key, what was done to it, and why."""
+    """What ``ds_muon init`` changed or kept, in words: which key, what was done to it, and why."""
 
     key: str
     what: str
@@ -77,26 +75,18 @@ class Decision(NamedTuple):
 class Converted(NamedTuple):
     """What ``ds_muon init`` has made of a file.
 
-    Attributes:
-        facts: a dict with ``config``, the new ds_config; ``decisions``, a list of :class:`Decision` as dicts; and
-            ``accelerate``, accelerate's new configuration as YAML text, or ``None`` if the file was not accelerate's.
-        text: the new ds_config as text: the file's own, with the changes, if the file is a ds_config in JSON or Hjson;
-            otherwise JSON.
-        launch_flags: flags that ``accelerate launch`` needs next to the new configuration.
+    ``config``: the new ds_config. ``accelerate``: accelerate's new configuration in YAML, if the file was accelerate's,
+    and ``launch_flags``, the flags that ``accelerate launch`` needs next to it.
     """
 
-    facts: dict[str, Any]
-    text: str
+    config: dict[str, Any]
+    decisions: list[Decision]
+    accelerate: str | None = None
     launch_flags: str = ""
 
 
 def convert(path: str, out: str = "ds_config.json") -> Converted:
-    """Read a ds_config for AdamW from the file ``path``, and return it converted to Muon.
-
-    The file may also be accelerate's own configuration, with settings or with the name of a ds_config file. A ds_config
-    without a section ``optimizer`` is treated as if it had the defaults of torch's AdamW, with the rate of its schedule
-    if that sets one. If any value in such a ds_config is ``"auto"``, its new ``lr`` and ``weight_decay`` are, too, for
-    Hugging Face's Trainer or accelerate to fill in.
+    """Read a ds_config for AdamW, or accelerate's configuration, from the file ``path``; return it for Muon.
 
     ``out``: name of the file in which the user will save the new ds_config.
 
@@ -105,56 +95,28 @@ def convert(path: str, out: str = "ds_config.json") -> Converted:
         MuonConfigError, UnsupportedError: Muon does not support a setting; the message says what to change.
     """
     whole = parse_file(path)
-    if not is_accelerate_config(whole):
-        return _convert(path, whole, find_ds_config(path, whole))
-    file = named_ds_config(path, whole)
-    notes = notes_on(path, whole, out, bool(file))
-    if file:
-        content = parse_file(file)
-        done = _convert(file, content, find_ds_config(file, content))
-        notes.insert(0, ("deepspeed_config.deepspeed_config_file", "changed", f"{out} is {file} for Muon"))
-        if _has_comments(path):
-            notes.append(("comments", "not kept", f"in accelerate's new configuration; copy what you need from {path}"))
-    else:
-        done = _convert(path, whole, ds_config_of(path, whole))
-        why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
-        notes.insert(0, ("deepspeed_config", "fields moved here", why))
-    rows = [Decision(*note)._asdict() for note in notes]
-    facts = done.facts | {
-        "decisions": rows + done.facts["decisions"],
-        "accelerate": with_ds_config_file(whole, out),
-    }
-    precision = precision_of(path, whole)
-    flags = f"--mixed_precision {precision} " if needs_flag(precision, bool(file)) else ""
-    return Converted(facts, done.text, flags)
+    done = _from_accelerate(path, whole, out) if is_accelerate_config(whole) else _from_ds_config(path, whole)
+    read_settings(path, done.config, world_size=1)  # raises what the engine would raise
+    return done
 
 
-def named_ds_config(path: str, whole: Mapping[str, Any]) -> str:
-    """Return the path of the ds_config that accelerate's configuration ``whole`` names; empty if it names none.
-
-    ``path``: the configuration's file; the ds_config is looked for in the current folder, then in that of this file.
-
-    Raises:
-        SettingsError: there is no such file.
-    """
-    named = accelerates_ds_config_file(whole) if is_accelerate_config(whole) else None
-    if not named:
-        return ""
-    for place in (Path(named), Path(path).parent / named):
-        if place.is_file():
-            return str(place)
-    raise SettingsError(f"{path}: deepspeed_config.deepspeed_config_file: there is no file {named}")
+def _from_ds_config(path: str, whole: dict[str, Any]) -> Converted:
+    """Convert the ds_config in ``whole``, the content of the file ``path``."""
+    section = find_ds_config(path, whole)
+    config, decisions = _to_muon(path, section)
+    if section is not whole:
+        decisions.insert(0, Decision("ds_config", "taken", f"from a section of {path}"))
+    return Converted(config, decisions + _lost_comments(path))
 
 
-def _convert(path: str, whole: Mapping[str, Any], section: Mapping[str, Any]) -> Converted:
-    """Convert the ds_config ``section``, which is part of ``whole``, the content of the file ``path``."""
-    decisions = list[Decision]()
-    if section is not whole and not is_accelerate_config(whole):
-        decisions.append(
-            Decision("optimizer", "taken", f"from {path}, with the rest of the ds_config that it contains")
-        )
-    optimizer, schedule = section.get("optimizer"), read_schedule(section.get("scheduler"))
-    config = dict(section)
+def _lost_comments(path: str) -> list[Decision]:
+    has_some = COMMENT.search(Path(path).read_text(encoding="utf-8-sig"))
+    return [Decision("comments", "not kept", f"copy what you need from {path}")] if has_some else []
+
+
+def _to_muon(path: str, section: Mapping[str, Any]) -> tuple[dict[str, Any], list[Decision]]:
+    """Return a copy of the ds_config ``section`` with Muon as the optimizer, and the changes."""
+    config, optimizer, schedule = dict(section), section.get("optimizer"), read_schedule(section.get("scheduler"))
     if optimizer is None:
         params, changes = _params_without_optimizer(section, schedule)
     else:
@@ -163,60 +125,84 @@ def _convert(path: str, whole: Mapping[str, Any], section: Mapping[str, Any]) ->
     if momentum := momentum_note(schedule):
         what = "kept" if schedule.sets_cycle_momentum else "on by default"
         changes.append(Decision("scheduler.params.cycle_momentum", what, momentum.partition(" ")[2]))
-    read_settings(path, config, world_size=1)  # raises what the engine would raise
-    text = _text_of(path, whole, config)
-    if text is None and _has_comments(path):
-        why = f"the result is plain JSON; copy what you need from {path}"
-        decisions.append(Decision("comments", "not kept", why))
-    rows = [each._asdict() for each in decisions + changes]
-    return Converted({"config": config, "decisions": rows, "accelerate": None}, text or json.dumps(config, indent=2))
-
-
-def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params`` for Muon, changes) for a ds_config ``section`` that has no section ``optimizer``.
-
-    ``schedule``: what the ds_config's section ``scheduler`` sets.
-    """
-    params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
-    added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
-    if _has_auto(section):
-        betas = f"{params['betas']}, eps {params['eps']}"
-        return params | {"lr": "auto", "weight_decay": "auto"}, [
-            added,
-            _param("lr", '"auto"', "Hugging Face's Trainer or accelerate fills it in, as for AdamW"),
-            _param(
-                "weight_decay",
-                '"auto"',
-                "acts on norms and biases too, which the Trainer's own AdamW exempts; "
-                'add "adam_weight_decay": 0 to exempt all that AdamW updates',
-            ),
-            _param(
-                "betas",
-                betas,
-                "torch's defaults for AdamW, and the Trainer's; accelerate fills in no \"auto\" for them",
-            ),
-        ]
-    if isinstance(schedule.rate, (int, float)):
-        params["lr"] = schedule.rate
-    why = "torch's default; replace it by your script's rate"
-    if schedule.rate_key:
-        why = f"{_rate(schedule)}; replace it by your script's"
-    defaults = [
-        _param(key, f"added, {params[key]}", "torch's default for AdamW") for key in ("betas", "eps", "weight_decay")
-    ]
-    return params, [added, _param("lr", f"added, {params['lr']}", why), *defaults]
+    return config, changes
 
 
 def _param(key: str, what: str, why: str) -> Decision:
     return Decision(f"optimizer.params.{key}", what, why)
 
 
+def _rate(schedule: Schedule) -> str:
+    return f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the rate, whatever lr says"
+
+
+# ---- AdamW's section ----------------------------------------------------------------------------------------------
+
+
+def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
+    """Return (``optimizer.params``, changes) for a ds_config without a section ``optimizer``: torch's AdamW.
+
+    If any value in the ds_config is ``"auto"``, so are ``lr`` and ``weight_decay``: Hugging Face's Trainer and
+    accelerate fill in these two.
+    """
+    params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
+    why = dict.fromkeys(params, "torch's default for AdamW")
+    if _has_auto(section):
+        filler = "Hugging Face's Trainer or accelerate fills it in"
+        params |= {"lr": "auto", "weight_decay": "auto"}
+        why |= {
+            "lr": f"{filler}, as for AdamW",
+            "weight_decay": f'{filler}; acts on norms and biases too: add "adam_weight_decay": 0 to exempt them',
+        }
+    else:
+        params["lr"] = schedule.rate if isinstance(schedule.rate, (int, float)) else params["lr"]
+        origin = _rate(schedule) if schedule.rate_key else "torch's default"
+        why["lr"] = f"{origin}; replace it by your script's rate"
+    added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
+    return params, [added, *(_param(key, f"added, {params[key]}", why[key]) for key in params)]
+
+
 def _has_auto(value: Any) -> bool:
     return value == "auto" or (isinstance(value, Mapping) and any(map(_has_auto, value.values())))
 
 
-def _rate(schedule: Schedule) -> str:
-    return f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the rate, whatever lr says"
+def _params_from_adamw(
+    path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
+) -> tuple[dict[str, Any], list[Decision]]:
+    """Convert AdamW's section ``optimizer`` of a ds_config. Return (``optimizer.params`` for Muon, changes).
+
+    ``config``: the ds_config; ``gradient_clipping`` in it is set if AdamW has ``max_grad_norm``.
+    """
+    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if not isinstance(name, str) or name.lower() not in ADAMW:
+        raise _wrong_type(path, config, name)
+    given = optimizer.get("params") or {}
+    if not isinstance(given, Mapping):
+        raise SettingsError(f"{path}: optimizer.params: expected an object, got {given!r}")
+    params = dict(given)
+    why = "hidden matrices go to Muon; embeddings, output heads, norms and biases stay with AdamW"
+    decisions = [Decision("optimizer.type", f"{name} -> Muon", why)]
+    for key in [key for key in params if key in DROPPED and params[key] in DROPPED[key][0]]:
+        decisions.append(_param(key, "removed", DROPPED[key][1]))
+        del params[key]
+    if "max_grad_norm" in params:
+        limit, clipping = params.pop("max_grad_norm"), config.get("gradient_clipping")
+        config["gradient_clipping"] = limit if clipping is None else clipping
+        what = "moved to gradient_clipping" if clipping is None else f"removed, gradient_clipping {clipping} stays"
+        decisions.append(_param("max_grad_norm", what, "DeepSpeed clips by gradient_clipping only"))
+    if name.lower() != "adam" and params.get("adam_w_mode") is False:
+        decisions.append(_param("adam_w_mode", "removed", "DeepSpeed ignores it under type AdamW"))
+        del params["adam_w_mode"]
+    origin, tuned = (_rate(schedule), schedule.rate_key) if schedule.rate_key else ("AdamW's rate", "it")
+    rate = "kept" if "lr" in params else f"added, {ADAMW_DEFAULTS['lr']}"
+    decisions.append(_param("lr", rate, f"{origin}: a safe start; to tune, multiply {tuned} by 3 and by 10"))
+    missing = {key: value for key, value in ADAMW_DEFAULTS.items() if key not in params}
+    if "weight_decay" not in params and params.get("torch_adam"):
+        missing["weight_decay"] = TORCH_WEIGHT_DECAY
+    for key in (key for key in missing if key != "lr"):
+        default = json.dumps(MuonConfig.model_fields[key].default)
+        decisions.append(_param(key, f"added, {missing[key]}", f"AdamW's default; Muon's default is {default}"))
+    return params | missing, decisions
 
 
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
@@ -230,99 +216,117 @@ def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsErr
         "the rate of another optimizer does not fit Muon; write the section yourself, with the rate that AdamW would "
         "have for this model"
     )
-    if not isinstance(name, str) or not (is_optimizer(name) and name.lower() not in ADAMW):
+    if not (isinstance(name, str) and is_optimizer(name)):
         otherwise = did_you_mean(str(name).lower(), ("adam", "adamw", "muon"), otherwise, cutoff=0.7)
     return SettingsError(f'{path}: optimizer.type: got {name!r}, expected "AdamW" or "Adam"; {otherwise}')
 
 
-def _params_from_adamw(
-    path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
-) -> tuple[dict[str, Any], list[Decision]]:
-    """Convert AdamW's section ``optimizer`` of a ds_config. Return (``optimizer.params`` for Muon, changes).
-
-    ``config``: the ds_config; ``gradient_clipping`` in it is set if AdamW has ``max_grad_norm``. ``schedule``: what its
-    section ``scheduler`` sets.
-    """
-    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
-    if not isinstance(name, str) or name.lower() not in ADAMW:
-        raise _wrong_type(path, config, name)
-    given = optimizer.get("params") or {}
-    if not isinstance(given, Mapping):
-        raise SettingsError(f"{path}: optimizer.params: expected an object, got {given!r}")
-    params = dict(given)
-    why = "hidden matrices go to Muon; embeddings, output heads, norms and biases stay with AdamW"
-    decisions = [Decision("optimizer.type", f"{name} -> Muon", why)]
-    for key in [key for key in params if key in DROPPED]:
-        values, why = DROPPED[key]
-        if params[key] in values:
-            decisions.append(_param(key, "removed", why))
-            del params[key]
-        elif key not in KEPT:
-            raise SettingsError(
-                f"{path}: optimizer.params.{key}: got {params[key]!r}, which deepspeed-muon's AdamW does not support; "
-                "remove the key"
-            )
-    if "max_grad_norm" in params:
-        limit, clipping = params.pop("max_grad_norm"), config.get("gradient_clipping")
-        config["gradient_clipping"] = limit if clipping is None else clipping
-        what = "moved to gradient_clipping" if clipping is None else f"removed, gradient_clipping {clipping} stays"
-        decisions.append(_param("max_grad_norm", what, "DeepSpeed clips by gradient_clipping only"))
-    if name.lower() != "adam" and params.get("adam_w_mode") is False:
-        decisions.append(_param("adam_w_mode", "removed", "DeepSpeed ignores it under type AdamW"))
-        del params["adam_w_mode"]
-    rate = "kept" if "lr" in params else f"added, {ADAMW_DEFAULTS['lr']}"
-    tuned = f"multiply {schedule.rate_key} by 3 and by 10" if schedule.rate_key else "multiply it by 3 and by 10"
-    why = _rate(schedule) if schedule.rate_key else "AdamW's rate"
-    decisions.append(_param("lr", rate, f"{why}: a safe start; to tune, {tuned}"))
-    missing = {key: value for key, value in ADAMW_DEFAULTS.items() if key not in params}
-    if "weight_decay" not in params and params.get("torch_adam"):
-        missing["weight_decay"] = TORCH_WEIGHT_DECAY
-    decisions += [
-        _param(key, f"added, {value}", f"AdamW's default; Muon's default is {_muon_default(key)}")
-        for key, value in missing.items()
-        if key != "lr"
-    ]
-    return params | missing, decisions
+# ---- accelerate's configuration -----------------------------------------------------------------------------------
 
 
-def _muon_default(key: str) -> str:
-    default = MuonConfig.model_fields[key].default
-    return str(list(default) if isinstance(default, tuple) else default)
+def _from_accelerate(path: str, whole: dict[str, Any], out: str) -> Converted:
+    """Convert accelerate's configuration ``whole``: with fields, or with the name of a ds_config file."""
+    import yaml
+
+    fields, precision = _fields_of(path, whole), _precision_of(path, whole)
+    named = _named_ds_config(path, whole, fields)
+    if named:
+        config, changes = _to_muon(named, find_ds_config(named, parse_file(named)))
+        notes = [Decision("deepspeed_config.deepspeed_config_file", "changed", f"{out} is {named} for Muon")]
+    else:
+        config, changes = _to_muon(path, _ds_config_of(path, fields, precision))
+        why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
+        notes = [Decision("deepspeed_config", "fields moved here", why)]
+        if "gradient_clipping" in fields and "gradient_clipping" not in config:
+            why = "accelerate does not pass 0 on, so DeepSpeed clips at its default, 1.0"
+            notes.append(Decision("deepspeed_config.gradient_clipping", "removed", why))
+    flags = ""
+    if precision == "fp8" or (named and precision != "no"):
+        flags = f"--mixed_precision {precision} "
+        why = f"accelerate refuses it next to deepspeed_config_file; pass {flags}to accelerate launch"
+        notes.append(Decision("mixed_precision", "removed", why))
+    elif precision != "no":
+        notes.append(Decision("mixed_precision", f"moved to {precision}.enabled", f"{out} sets it now"))
+    kept = {key: value for key, value in whole.items() if key not in ("mixed_precision", "fp16")}
+    others = {key: value for key, value in fields.items() if key not in MOVED}
+    kept["deepspeed_config"] = others | {"deepspeed_config_file": out}
+    lost = [comments for file in filter(None, (path, named)) for comments in _lost_comments(file)]
+    return Converted(config, notes + changes + lost, yaml.safe_dump(kept, sort_keys=False), flags)
 
 
-def _text_of(path: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the text of the file ``path`` with the changes that make it ``config``.
+def _fields_of(path: str, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return accelerate's section ``deepspeed_config``; raise SettingsError if its configuration is for another use."""
+    if (place := whole.get("compute_environment") or "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise SettingsError(
+            f"{path}: compute_environment: got {place!r}, expected LOCAL_MACHINE, the only one in which accelerate "
+            "reads a section deepspeed_config"
+        )
+    kind, fields = whole.get("distributed_type", "DEEPSPEED"), whole.get("deepspeed_config") or {}
+    kind = "NO" if kind is False else str(kind).upper()  # YAML reads NO as false
+    if kind != "DEEPSPEED" or not isinstance(fields, Mapping):
+        raise SettingsError(
+            f"{path}: accelerate's configuration has distributed_type {kind}; expected DEEPSPEED, and a section "
+            "deepspeed_config; run accelerate config and choose DeepSpeed"
+        )
+    return fields
 
-    ``None`` if that is not possible, because the file is YAML, or because ``config`` is only a part of ``whole``, its
-    content.
-    """
-    text = None if Path(path).suffix in (".yaml", ".yml") else edited(_read(path), whole, config)
-    return None if text is None else text.rstrip()
+
+def _precision_of(path: str, whole: Mapping[str, Any]) -> str:
+    """Return accelerate's ``mixed_precision``, a key of :data:`PRECISIONS`."""
+    old = "fp16" if whole.get("fp16") else "no"  # as accelerate reads files of its first versions
+    precision = str(whole.get("mixed_precision", old) or "no").lower()
+    if precision not in PRECISIONS:
+        raise SettingsError(f"{path}: mixed_precision: got {precision!r}, expected {', '.join(PRECISIONS)}")
+    return precision
 
 
-def _has_comments(path: str) -> bool:
-    return COMMENT.search(_read(path)) is not None
+def _named_ds_config(path: str, whole: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    """Return the ds_config file that accelerate's configuration names, from here or from its folder; "" if none."""
+    named = accelerates_ds_config_file(whole)
+    if not named:
+        return ""
+    if refused := [key for key in MOVED if key in fields]:
+        raise SettingsError(
+            f"{path}: deepspeed_config: accelerate refuses {', '.join(refused)} next to deepspeed_config_file; write "
+            "them into that file"
+        )
+    for place in (Path(named), Path(path).parent / named):
+        if place.is_file():
+            return str(place)
+    raise SettingsError(f"{path}: deepspeed_config.deepspeed_config_file: there is no file {named}")
 
 
-def _read(path: str) -> str:
-    return Path(path).read_bytes().decode("utf-8-sig")  # keeps the ends of lines, unlike read_text
+def _ds_config_of(path: str, fields: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Return the ds_config, without an optimizer, that accelerate makes of the ``fields`` of its configuration."""
+    zero: dict[str, Any] = {"stage": _number(path, fields, "zero_stage", 2, int)}
+    for part in ("optimizer", "param"):
+        key, folder = f"offload_{part}_device", f"offload_{part}_nvme_path"
+        device = str(fields.get(key) or "none").lower()
+        if device not in ("none", "cpu", "nvme"):
+            raise SettingsError(f"{path}: deepspeed_config.{key}: got {fields[key]!r}, expected none, cpu or nvme")
+        if device == "nvme" and not fields.get(folder):
+            raise SettingsError(f"{path}: deepspeed_config.{folder}: expected a folder, because {key} is nvme")
+        if device != "none":
+            zero[f"offload_{part}"] = {"device": device} | ({"nvme_path": fields[folder]} if device == "nvme" else {})
+    if fields.get("zero3_save_16bit_model") is not None:
+        is_true = str(fields["zero3_save_16bit_model"]).lower() == "true"
+        zero["stage3_gather_16bit_weights_on_model_save"] = is_true
+    clipping = _number(path, fields, "gradient_clipping", "auto", float)
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": _number(path, fields, "gradient_accumulation_steps", "auto", int),
+        **({"gradient_clipping": clipping} if clipping else {}),
+        **PRECISIONS[precision],
+        "zero_optimization": zero,
+    }
 
 
-def start_lines(config: str, done: Converted, accelerate_file: Path | None) -> list[tuple[str, str, str]]:
-    """Return (tool, command line, what else to write) for each tool that can start a run with the new ds_config.
-
-    ``config``: the ds_config's file. ``accelerate_file``: that of accelerate's new configuration, if there is one.
-    """
-    if accelerate_file:
-        return [("accelerate", f"accelerate launch --config_file {accelerate_file} {done.launch_flags}SCRIPT", DUMMY)]
+def _number(path: str, fields: Mapping[str, Any], key: str, default: Any, kind: type[int] | type[float]) -> Any:
+    value = fields.get(key)
+    if value is None or str(value).lower() == "auto":
+        return default
     try:
-        json.loads(done.text)
+        return kind(str(value))
     except ValueError:
-        return [
-            (
-                "DeepSpeed",
-                "its own scripts only",
-                f"tools read plain JSON: first remove comments, and commas before brackets, from {config}",
-            )
-        ]
-    return [(tool, line.format(config), also.format(config)) for tool, line, also in START]
+        raise SettingsError(f"{path}: deepspeed_config.{key}: got {value!r}, expected a number") from None

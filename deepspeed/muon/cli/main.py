@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``ds_muon`` and its subcommands: init, plan, report, import and plot."""
+"""The command ``ds_muon`` and its subcommands: init, plan, report and import."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +15,14 @@ from typing import Any
 import torch
 
 from deepspeed.muon import errors
-from deepspeed.muon.cli.check import check
-from deepspeed.muon.cli.init import NEXT, start_lines
+from deepspeed.muon.cli.init import LAUNCH, NEXT
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.parser import REPORT, parser
 from deepspeed.muon.cli.plan_tables import aligned, plan_text, rows_of
-from deepspeed.muon.cli.plot import plot
 from deepspeed.muon.cli.report import as_text, check_launch, environment
 from deepspeed.muon.forecast.estimate import (
-    Estimate,
     estimate,
-    milliseconds,
     per_rank,
     share_of_step,
     step_operations,
@@ -36,19 +30,16 @@ from deepspeed.muon.forecast.estimate import (
     totals,
 )
 from deepspeed.muon.forecast.layout import group_specs
-from deepspeed.muon.forecast.measured import measure, training_tflops
-from deepspeed.muon.kernels.selection import choose, product_tables, unavailable_kernels
-from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.matrices.routing import head_note
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import without_collector
 from deepspeed.muon.tuning import Candidates
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.from_stock import convert
-from deepspeed.muon.zero.read_config import Settings, find_ds_config, parse_file, read_settings
+from deepspeed.muon.zero.read_config import find_ds_config, parse_file, read_settings
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)
-USER_ERRORS += (errors.RecordsError, errors.SettingsError, errors.UnsupportedError)
+USER_ERRORS += (errors.SettingsError, errors.UnsupportedError)
 SHARE = (
     "Muon's share of a step: forward and backward take 6 operations per parameter and token (4 if frozen), without "
     "recomputation, at the rate of Newton-Schulz; kernels compute one triangle of large symmetric products; "
@@ -63,8 +54,7 @@ LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ...
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``ds_muon`` with ``arguments`` (``None``: those of the process), and return its exit status.
 
-    The status is 0 if all is well, 1 if ``report`` lists a problem, ``plan --check`` finds an error or ``init --check``
-    finds that a run would not start, and 2 if an argument or a file is wrong.
+    The status is 0 if all is well, 1 if ``report`` lists a problem, and 2 if an argument or a file is wrong.
     """
     args = parser().parse_args(arguments)
     try:
@@ -80,27 +70,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    if args.check:
-        if args.out:
-            raise errors.SettingsError("--out works only with --config; otherwise redirect the output: > FILE")
-        return check(args.check)
-    name, accelerate_file, start = str(args.out or "ds_config.json"), None, []
+    name = str(args.out or "ds_config.json")
     done = convert_config(args.config, name)
-    facts, text = done.facts, done.text
+    text, launch = json.dumps(done.config, indent=2), ""
     if args.out:
-        accelerate_file = args.out.with_name(f"{args.out.stem}_accelerate.yaml") if facts["accelerate"] else None
-        _write({args.out: f"{text}\n"} | ({accelerate_file: facts["accelerate"]} if accelerate_file else {}))
-        start = start_lines(name, done, accelerate_file)
-        text = f"wrote {args.out}" + (f", and {accelerate_file}, which names it" if accelerate_file else "")
+        files = {args.out: f"{text}\n"}
+        if done.accelerate:
+            files[args.out.with_name(f"{args.out.stem}_accelerate.yaml")] = done.accelerate
+            launch = f"start: {LAUNCH.format(list(files)[-1], done.launch_flags)}"
+        _write(files)
+        text = f"wrote {', and '.join(map(str, files))}"
+    elif done.accelerate:
+        head = f"\naccelerate's configuration, if this one is saved as {name} (--out FILE writes both):"
+        launch = f"{head}\n\n{done.accelerate}"
     if not args.json:  # to stderr, because stdout is the config
-        print(aligned([(decision["key"], decision["what"], decision["why"]) for decision in facts["decisions"]]))
-        if start:
-            print(f"\nto start a run on N ranks (docs/frameworks.md says more):\n{aligned(start)}\n")
-        elif facts["accelerate"]:
-            print(f"\naccelerate's configuration, if this one is saved as {name} (--out FILE writes both):\n")
-            print(facts["accelerate"])
-        print(NEXT.format(name))
-    return facts, text
+        print(aligned(done.decisions))
+        print(*filter(None, [launch, NEXT.format(name)]), sep="\n")
+    decisions = [decision._asdict() for decision in done.decisions]
+    return {"config": done.config, "decisions": decisions, "accelerate": done.accelerate}, text
 
 
 def _write(texts: dict[Path, str]) -> None:
@@ -146,11 +133,6 @@ def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
 
 
-def _plot(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    facts = plot(args.run_folder, args.out)
-    return facts, f"{facts['file']}: {len(facts['panels'])} panels from {facts['records']} records"
-
-
 @without_collector()
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     facts = _plan_facts(args)
@@ -163,8 +145,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     settings = read_settings(args.config, section, args.world_size, args.stage)
     config, device = settings.config, torch.device(args.device)
     layout = settings.layout
-    candidates = Candidates.from_config(config, {}, {config.ns_method}, device, has_bf16=True)
-    dtype = candidates.default_dtype
+    dtype = Candidates.from_config(config, {}, {config.ns_method}, device, has_bf16=True).default_dtype
     model = build(args.model)
     try:
         groups = group_specs(model, config)
@@ -181,7 +162,6 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         plain=config.kernels == "torch",
     )
     found = estimate(groups, layout, config, memory)
-    measured = _measured(found, settings, candidates) if args.measured else None
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
@@ -198,8 +178,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "parameters": rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
         "totals": {"muon": totals(groups, True), "adamw": totals(groups, False)},
         "per_rank": per_rank(found),
-        "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens, measured),
-        "measured": measured,
+        "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens),
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(groups, settings.gradient_clipping),
@@ -226,59 +205,19 @@ def _operations_per_token(model: torch.nn.Module, active: int | None) -> float:
     return sum(numel * each for numel, each in sizes) * (active or total) / total
 
 
-def _share(
-    muon: dict[str, float], per_token: float, tokens: int | None, measured: dict[str, Any] | None
-) -> dict[str, Any]:
+def _share(muon: dict[str, float], per_token: float, tokens: int | None) -> dict[str, Any]:
     """Return the object ``share`` of ``ds_muon plan --json``: Muon's share of a step, by tokens per rank and step.
 
     ``muon``: result of :func:`step_operations`. ``per_token``: operations of forward and backward for one token.
-    ``tokens``: the flag ``--tokens``. ``measured``: the object of that name.
+    ``tokens``: the flag ``--tokens``.
     """
-    rows = []
-    for count in sorted({*TOKENS, *([tokens] if tokens else ())}):
-        row = {"tokens": count, "counted": share_of_step(sum(muon.values()), per_token, count), "measured": None}
-        if measured:
-            seconds = sum(measured["step_ms"].values()) / 1e3
-            row["measured"] = share_of_step(seconds, per_token / (measured["training"]["tflops"] * 1e12), count)
-        rows.append(row)
+    rows = [
+        {"tokens": count, "counted": share_of_step(sum(muon.values()), per_token, count)}
+        for count in sorted({*TOKENS, *([tokens] if tokens else ())})
+    ]
     gflop = {f"{name}_gflop": value / 1e9 for name, value in muon.items()}
     return {**gflop, "gflop_per_token": per_token / 1e9, "by_tokens": rows}
 
 
-def _measured(found: Estimate, settings: Settings, candidates: Candidates) -> dict[str, Any]:
-    """Time the computation of a step on this machine, and return the object ``measured`` of ``ds_muon plan --json``.
-
-    ``found``: the planned step. ``candidates``: the dtypes and methods of Newton-Schulz to choose from, and the device.
-    Raise SettingsError if the device is a GPU, but torch sees none.
-    """
-    device = candidates.device
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise errors.SettingsError(
-            "--measured times this machine's GPU, but torch sees no GPU; add --device cpu to time the CPU"
-        )
-    config, shards = settings.config, torch.device("cpu") if settings.offload else device
-    unavailable = unavailable_kernels(config.kernels, {device.type, shards.type})
-    kernels = choose(unavailable)
-    began = time.perf_counter()
-    machine, shapes = measure(
-        found.groups,
-        dataclasses.replace(candidates, tables=product_tables(unavailable, device.type)),
-        DTYPES[config.wire],
-        shards,
-        kernels,
-        world_size=found.world_size,
-    )
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"this CPU, threads: {torch.get_num_threads()}"
-    return {
-        "device": name,
-        "kernels": kernels.name,
-        "seconds": round(time.perf_counter() - began, 1),
-        "machine": dataclasses.asdict(machine) | {"network": None},  # one process cannot measure it
-        "shapes": [dataclasses.asdict(shape) for shape in shapes],
-        "step_ms": milliseconds(found, machine),
-        "training": training_tflops(found.groups, settings.dtype, device),
-    }
-
-
 #: Subcommand -> function that returns (object to print as JSON, text to print without ``--json``).
-RUN = {"init": _init, "plan": _plan, "report": _report, "import": _import, "plot": _plot}
+RUN = {"init": _init, "plan": _plan, "report": _report, "import": _import}

@@ -17,27 +17,30 @@ EXPECTED = (
     "package.module:function or path/to/file.py:function"
 )
 OF_INIT = "ds_config.json with optimizer.type AdamW, or without optimizer; or accelerate's YAML"
-OF_CHECK = "say instead whether a run with this ds_config would start, and its learning rates; exit status 1 if not"
 ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; exit status 1 if there is a problem"
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
 TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
 ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
-MEASURED = "also milliseconds, from rates measured here on the device of --device in about 10 s"
+#: Removed command or flag -> what to do instead.
+REMOVED = {
+    "plot": "TensorBoard, W&B or any viewer of CSV files draws the six values that DeepSpeed's monitor gets",
+    "--measured": "the plan counts operations and bytes, and a short run shows the milliseconds",
+    "--check": "ds_muon plan builds the optimizer and fails as the run would",
+    "--ranks-per-node": "one rank owns each matrix, wherever the others are",
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser of the command ``ds_muon``, with all subcommands."""
-    title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import, plot"
+    title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import"
     version = runpy.run_path(str(Path(__file__).parents[1] / "version.py"))["__version__"]
     top = _Parser("ds_muon", description=title)
     top.add_argument("--version", action="version", version=f"deepspeed-muon {version}")
     top.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     commands = top.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
-    source = init.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", help=OF_INIT)
-    source.add_argument("--check", metavar="CONFIG", help=OF_CHECK)
+    init.add_argument("--config", required=True, help=OF_INIT)
     init.add_argument("--out", type=Path, help="new file for the ds_config; from accelerate's YAML also a new YAML")
     plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
@@ -50,7 +53,6 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--tokens", type=_positive, help=TOKENS)
     plan.add_argument("--active-parameters", type=_positive, metavar="N", help=ACTIVE)
-    plan.add_argument("--measured", action="store_true", help=MEASURED)
     report = commands.add_parser("report", help=ABOUT_REPORT)
     report.add_argument("--live", action="store_true", help=LIVE)
     report.add_argument("--all", action="store_true", help="list every attribute that is replaced in DeepSpeed")
@@ -60,10 +62,7 @@ def parser() -> argparse.ArgumentParser:
     take.add_argument(
         "--to", required=True, type=Path, dest="target", help="new folder for one tag of the new checkpoint"
     )
-    draw = commands.add_parser("plot", help="a picture of what a run has written through DeepSpeed's monitor")
-    draw.add_argument("run_folder", type=Path, metavar="RUN", help="output_path/job_name of csv_monitor or tensorboard")
-    draw.add_argument("--out", type=Path, help="the PNG file (default: muon.png in RUN)")
-    for command in (init, plan, report, take, draw):
+    for command in (init, plan, report, take):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
@@ -80,7 +79,8 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        removed = (f"{name} is removed; {text}" for name, text in REMOVED.items() if f"choice: {name!r}" in message)
+        self.exit(2, f"{self.prog}: {next(removed, message)}\n")
 
 
 def _positive(text: str) -> int:
@@ -92,4 +92,6 @@ def _positive(text: str) -> int:
 def _about_unknown(flag: str, known: list[str]) -> str:
     from deepspeed.muon.config.messages import did_you_mean
 
+    if flag in REMOVED:
+        return f"{flag} is removed; {REMOVED[flag]}"
     return f"unknown flag {flag}; {did_you_mean(flag, known, 'known: ' + ' '.join(known))}"

@@ -147,7 +147,6 @@ def plan_text(facts: dict[str, Any]) -> str:
         ("sent per rank and step", _sent(facts)),
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_share(facts["share"]["by_tokens"]),
-        *_measured(facts["measured"]),
         ("planning", f"{facts['planning_seconds']:.2f} s"),
         *([("coming from stock", _clipping(facts["stock_clipping"]))] if facts["stock_tuning"] else ()),
         *([("beyond plain Muon", ", ".join(facts["beyond_muon"]))] if facts["beyond_muon"] else ()),
@@ -160,35 +159,12 @@ def plan_text(facts: dict[str, Any]) -> str:
 
 def _share(by_tokens: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield rows (title, text) about Muon's share of a step, one column for each number of tokens."""
-    kinds = [("Muon's share of a step", "counted"), ("  at measured rates", "measured")]
-    shown = [(title, [row[kind] for row in by_tokens]) for title, kind in kinds if by_tokens[0][kind] is not None]
-    cells = [[f"{row['tokens']:,}" for row in by_tokens], *([_percent(value) for value in row] for _, row in shown)]
-    titles = ["tokens per rank and step", *(title for title, _ in shown)]
-    yield from zip(titles, aligned(cells).splitlines(), strict=True)
+    cells = [[f"{row['tokens']:,}" for row in by_tokens], [_percent(row["counted"]) for row in by_tokens]]
+    yield from zip(("tokens per rank and step", "Muon's share of a step"), aligned(cells).splitlines(), strict=True)
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 else 1 if share >= 0.00995 else 2}f} %"
-
-
-def _measured(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield rows (title, text) about ``found``, the result of ``ds_muon plan --measured``; none if it is ``None``."""
-    if found is None:
-        return
-    took = {key: f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for key, value in found["step_ms"].items()}
-    work = f"Newton-Schulz {took['newton_schulz']} ms on the busiest rank ({found['machine']['tflops']:.3g} TFLOP/s)"
-    yield "step at measured rates", f"{work}, elementwise passes {took['elementwise']} ms; without the exchange"
-    yield "measured on", f"{found['device']}, kernels {found['kernels']}, in {found['seconds']:.1f} s"
-    layer = " x ".join(map(str, found["training"]["run_as"][1:]))
-    training = (
-        f"{found['training']['tflops']:.3g} TFLOP/s, products of a layer of {layer} in {found['training']['dtype']}"
-    )
-    yield "  forward and backward", training
-    for rate in found["shapes"]:
-        batch, *size = rate["run_as"]
-        smaller = "" if size == [rate["rows"], rate["cols"]] else f", timed on {size[0]} x {size[1]} instead"
-        title = f"  {rate['rows']} x {rate['cols']}, {rate['method']} in {rate['dtype']}"
-        yield title, f"{rate['tflops']:.3g} TFLOP/s, {batch} at a time{smaller}"
 
 
 def _over_ranks(nbytes: dict[str, float]) -> str:

@@ -32,7 +32,7 @@ SWITCHES = ("DS_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 #: Packages whose versions are shown and must be equal on all ranks.
 PACKAGES = ("torch", "deepspeed", "numpy", "triton", "quack-kernels", "transformers")
 #: Column titles of the table of ``--live``.
-TRIAL = ("ZeRO", "trains", "error", "loss", "step ms", "MB sent")
+TRIAL = ("ZeRO", "trains", "error", "step ms")
 #: Rows and columns of the matrices on which products are timed.
 SHAPE = (512, 2048)
 
@@ -120,7 +120,7 @@ def check_launch() -> dict[str, Any] | None:
         *facts["problems"],
         *(f"ranks differ in {name}; make it the same on all ranks" for name in odd if name != "device"),
     ]
-    problems += [f"{case['name']}: {case['problem']}" for case in trial if case["problem"]]
+    problems += [f"stage {case['stage']}: {case['problem']}" for case in trial if case["problem"]]
     launch = {
         "ranks": len(ranks),
         "hosts": len({one["host"] for one in ranks}),
@@ -211,16 +211,10 @@ def _launch_lines(launch: dict[str, Any] | None) -> Iterator[str]:
     yield f"\n{ranks} on {hosts}, compared with one process without DeepSpeed:\n"
     rows = [TRIAL]
     for case in launch["trial"]:
-        first, last = case["loss"] or (float("nan"),) * 2
-        measured = (
-            f"{case['error']:.1e}",
-            f"{first:.3f} -> {last:.3f}",
-            f"{case['step_ms']:.1f}",
-            f"{case['sent_mb']:.1f}",
-        )
-        rows.append((case["name"], "fails" if case["problem"] else "as one process", *measured))
+        verdict = "fails" if case["problem"] else "as one process"
+        rows.append((f"stage {case['stage']}", verdict, f"{case['error']:.1e}", f"{case['step_ms']:.1f}"))
     yield aligned(rows)
-    yield "\nerror: the largest relative error of a weight's change; MB sent: per step, by the rank that sends most"
+    yield "\nerror: the largest relative error of a weight's change; step ms: the optimizer's step on the slowest rank"
     yield from (f"{name} by rank: {values}" for name, values in launch["differing"].items())
 
 

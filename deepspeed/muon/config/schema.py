@@ -62,13 +62,13 @@ class MuonConfig(BaseModel):
     cautious_weight_decay: types.Flag = field(False, "arXiv 2510.12402")
     """weight decay of the Muon half acts only where the update does not move the weight away from zero"""
     normuon: types.Flag = field(False, "arXiv 2510.05491")
-    """NorMuon: each output's weights are scaled by a running mean of their squares; [more](update-rules.md#normuon)"""
+    """NorMuon: each output of an update is divided by its running RMS; [more](update-rules.md#normuon)"""
     normuon_beta2: types.Fraction = field(0.95, "arXiv 2510.05491", "per step")
-    """decay of NorMuon's running mean"""
+    """decay of NorMuon's running mean square"""
     muon_eq: Literal["none", "rows", "columns"] = field("none", "arXiv 2603.28254")
     """MuonEq: norms made equal before Newton-Schulz; `rows`: each output's; [more](update-rules.md#muoneq-and-muon)"""
-    muon_plus: Literal["none", "rows", "columns", "rows_columns", "columns_rows"] = field("none", "arXiv 2602.21545")
-    """Muon+: norms made equal after Newton-Schulz, in this order; [more](update-rules.md#muoneq-and-muon)"""
+    muon_plus: types.Flag = field(False, "nanochat")
+    """Muon+: each update gets the norm of an orthogonal matrix; [more](update-rules.md#muoneq-and-muon)"""
     qk_clip: types.Clip | None = field(None, "arXiv 2507.20534")
     """QK-clip: heads whose attention logits exceed `tau` are scaled back to it; [more](update-rules.md#qk-clip)"""
     muon_include: types.Patterns = field(())
@@ -84,19 +84,15 @@ class MuonConfig(BaseModel):
     muon_lora: Literal["none", "B", "both"] = field("none")
     """which factors of low-rank adapters go to Muon; the others go to AdamW"""
     adjust_lr_fn: types.Scale = field("auto", TORCH_MUON)
-    """scale of the update for each shape; `auto`: by the keys of the section, [see below](#the-scale-of-an-update)"""
+    """scale of the update for each shape; `auto`: by the kind of learning rate, [more](#the-scale-of-an-update)"""
     rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
     """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
     """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: the faster for each shape"""
-    ns_tuning: types.Tuning | None = field(None)
-    """deprecated, without effect: whatever is `auto` is measured at start"""
     ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
     """Newton-Schulz steps; default 5, or the schedule's own"""
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
     """coefficients of the Newton-Schulz polynomial"""
-    ns_normalization: Literal["frobenius", "aol"] = field("frobenius", "arXiv 2512.04632")
-    """how a matrix is scaled before the iteration: by its norm, or by AOL, row by row; [more](update-rules.md#aol)"""
     ns_dtype: types.NsDtype = field("auto")
     """dtype of the products of Newton-Schulz; `auto`: the fastest here, [measured at start](evidence/choice.md)"""
     wire_dtype: types.WireDtype = field("auto")
@@ -132,6 +128,12 @@ class MuonConfig(BaseModel):
             coefficients.schedule(self.ns_coefficients, self.ns_steps)
         except ValueError as error:
             raise ValueError(f"ns_steps: {error}") from None
+        if self._is_scale_unclear():
+            raise ValueError(
+                'momentum: with lr alone, what lr was tuned for is unclear; set adjust_lr_fn too: "original" if the '
+                'config was written for stock DeepSpeed\'s Muon or lr was tuned for it, "match_rms_adamw" if lr comes '
+                "from AdamW"
+            )
         if "rms_scale" in self.model_fields_set and self.scale != "match_rms_adamw":
             raise ValueError(
                 f"rms_scale: has an effect only with adjust_lr_fn match_rms_adamw, not with {self.scale}; "
@@ -145,13 +147,6 @@ class MuonConfig(BaseModel):
         if "normuon_beta2" in self.model_fields_set and not self.normuon:
             raise ValueError(
                 "normuon_beta2: has an effect only with normuon; set normuon to true or remove normuon_beta2"
-            )
-        if self.ns_normalization == "aol" and self.ns_dtype == "fp16":
-            raise ValueError("ns_dtype: the range of fp16 is too small for ns_normalization aol; use bf16 or fp32")
-        if self.normuon and self.muon_plus != "none":
-            raise ValueError(
-                "muon_plus: has no effect with normuon, which replaces the norms that muon_plus sets; "
-                "remove one of the two"
             )
         return self
 
@@ -210,24 +205,26 @@ class MuonConfig(BaseModel):
         return self._resolve_scale()[1]
 
     def _resolve_scale(self) -> tuple[str, str]:
-        # A config with ``lr`` and none of STOCK_TUNING_KEYS has AdamW's learning rate, so updates get AdamW's RMS. Any
-        # of these keys, or no ``lr``, means values tuned for stock DeepSpeed's Muon.
         if self.adjust_lr_fn != "auto":
-            return self.adjust_lr_fn, "set by adjust_lr_fn"
+            return self.adjust_lr_fn, "as the config says"
         if "rms_scale" in self.model_fields_set:
             return "match_rms_adamw", "because rms_scale is set"
         if self.stock_tuning:
             verb = "is" if len(self.stock_tuning) == 1 else "are"
-            return "original", f"as in stock DeepSpeed, because {' and '.join(self.stock_tuning)} {verb} set"
+            return "original", f"because {' and '.join(self.stock_tuning)} {verb} set, as for stock DeepSpeed's Muon"
         if self.lr is None:
-            return "original", "as in stock DeepSpeed, because lr is not set"
-        *keys, last = STOCK_TUNING_KEYS
-        reason = f"because lr is set and {', '.join(keys)} and {last} are not"
-        return "match_rms_adamw", f"so that updates are as large as AdamW's, {reason}"
+            return "original", "because no learning rate is set, so the defaults of stock DeepSpeed's Muon act"
+        return "match_rms_adamw", "the default"
+
+    def _is_scale_unclear(self) -> bool:
+        """Return whether ``lr`` may be AdamW's or stock's: ``momentum`` is set with it, and nothing tells the scale."""
+        is_users = "momentum" in self.model_fields_set and "momentum" not in self.preset_values
+        decides = self.adjust_lr_fn != "auto" or "rms_scale" in self.model_fields_set or bool(self.stock_tuning)
+        return is_users and self.lr is not None and not decides
 
     @property
     def stock_tuning(self) -> list[str]:
-        """Return which of ``muon_lr``, ``adam_lr`` and ``momentum`` the user has set, as for stock DeepSpeed's Muon."""
+        """Return which of ``muon_lr`` and ``adam_lr`` the user has set, as for stock DeepSpeed's Muon."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.preset_values]
 
     @property
@@ -252,7 +249,7 @@ class MuonConfig(BaseModel):
         own = {key: value for key, value in own.items() if value is not None}
         replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
         base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
-        if (self.lr is not None or self.stock_tuning) and "adjust_lr_fn" not in own:
+        if self.sets_learning_rate and "adjust_lr_fn" not in own:
             base["adjust_lr_fn"] = self.scale
         base.pop("rms_scale", None)  # one value for all groups
         base.pop("preset", None)  # its values are among the others
@@ -311,17 +308,13 @@ def parse(
         if value is not None and not types.is_harmless(key, value)
     }
     known = tuple(MuonConfig.model_fields) if base is None else GROUP_KEYS
-    errors: list[dict[str, Any]] = [
-        {"loc": (key,), "type": "not_here" if key in MuonConfig.model_fields else "extra_forbidden"}
-        for key in written
-        if key not in known
-    ]
+    errors: list[dict[str, Any]] = [{"loc": (key,)} for key in written if key not in known]
     try:
         config = MuonConfig(**dict(base or {}) | {key: value for key, value in written.items() if key in known})
     except ValidationError as error:
         errors += [dict(item) for item in error.errors()]
     if errors:
-        lines = dict.fromkeys(explain(item, written, MuonConfig, known, where) for item in errors)
+        lines = dict.fromkeys(explain(item, written, MuonConfig.model_fields, known, where) for item in errors)
         with naming_preset_keys(params or {}):
             raise MuonConfigError("\n".join(lines)) from None
     return config

@@ -12,18 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from deepspeed.muon.config.messages import DECIMAL, did_you_mean, unknown_inside
+from deepspeed.muon.config.messages import did_you_mean, unknown_inside
 from deepspeed.muon.math import coefficients
 
-#: Value of ``adjust_lr_fn`` in Dion (rms_norm, spectral_norm) and Megatron (shape_scaling, unit_rms_norm) -> ours.
-SCALE_ALIASES = {
-    "rms_norm": "match_rms_adamw",
-    "shape_scaling": "original",
-    "spectral_norm": "spectral_unclamped",
-    "unit_rms_norm": "spectral_unclamped",
-}
-
-
+#: A string that counts as a number. YAML reads 1e-5 as a string, so configs contain such strings.
+DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 #: Other spelling of a dtype -> ours.
 DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
@@ -143,10 +136,6 @@ def _as_cut(value: Any) -> Cut:
     return Cut(tuple(sizes), axis, groups)
 
 
-def _canonical_scale(value: Any) -> Any:
-    return SCALE_ALIASES.get(value, value) if isinstance(value, str) else value
-
-
 # The text in each type describes the allowed values, for error messages and docs; types with choices need no text.
 Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
 Rate = Annotated[Number, Field(ge=0), "a number, 0 or more"]
@@ -158,7 +147,6 @@ Count = Annotated[int, BeforeValidator(_as_number), Field(ge=1), "a whole number
 Interval = Annotated[int, BeforeValidator(_as_number), Field(ge=0), "a whole number, 0 or more"]
 Bytes = Annotated[int, BeforeValidator(_as_number), Field(ge=1), "a whole number of bytes, 1 or more"]
 Flag = Annotated[bool, BeforeValidator(_as_flag), "true or false"]
-Tuning = Annotated[Literal["shipped", "measured"], "shipped or measured"]
 Yes = Annotated[Literal[True], BeforeValidator(_as_flag), "true"]
 SCHEDULES = f"{', '.join(coefficients.NAMED)}, a triple (a, b, c), or a list of triples, one per step"
 Coefficients = Annotated[Any, AfterValidator(_known_schedule), SCHEDULES]
@@ -168,10 +156,7 @@ CUTS = "an object: regular expression -> sizes, or an object of sizes, axis and 
 Cuts = Annotated[
     dict[Annotated[Pattern, BeforeValidator(str)], Annotated[Any, AfterValidator(_as_cut)]], CUTS
 ]  # YAML reads a key of digits as a number
-Scale = Annotated[
-    Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"], BeforeValidator(_canonical_scale)
-]
-
+Scale = Literal["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"]
 MomentumDtype = Annotated[Literal["fp32", "bf16", "int8"], BeforeValidator(_canonical_dtype)]
 NsDtype = Annotated[Literal["auto", "bf16", "fp16", "fp32"], BeforeValidator(_canonical_dtype)]
 WireDtype = Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(_canonical_dtype)]
@@ -206,9 +191,8 @@ def field(default: Any, source: str = OURS, unit: str = "") -> Any:
 
 #: The learning rates if the config sets none; stock DeepSpeed's defaults.
 DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
-#: A config with one of these keys is assumed to be tuned for stock DeepSpeed's Muon and its scale, ``original``. With
-#: ``lr`` and none of these it is assumed to have AdamW's learning rate.
-STOCK_TUNING_KEYS = ("muon_lr", "adam_lr", "momentum")
+#: Rates that only stock DeepSpeed's Muon has. A config with one of them gets stock's scale of updates, ``original``.
+STOCK_TUNING_KEYS = ("muon_lr", "adam_lr")
 #: Key that a parameter group sets -> keys of the config that then have no effect in that group.
 REPLACES = {"lr": ("muon_lr", "adam_lr"), "weight_decay": ("muon_weight_decay", "adam_weight_decay")}
 _ALONE = ("momentum", "nesterov", "ns_method", "adjust_lr_fn", "betas", "eps", "bias_correction")

@@ -11,7 +11,6 @@ at an operation that it cannot log, such as ``all_gather_object``.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NewType
@@ -108,29 +107,24 @@ def union(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for first in firsts for name in broadcast(local, first)))
 
 
-def make_groups(wanted: Iterable[Sequence[int]], device: torch.device) -> Any:
-    """Create process groups, and return the one that contains this rank. All ranks must call this together.
+def own_group(wanted: Iterable[Sequence[int]], device: torch.device) -> Any:
+    """Make process groups, and return the one that this rank is in. All ranks of the world must call this together.
 
-    ``wanted``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``, equal on all ranks; each rank is in one.
-    ``device``: device of the tensors that will be sent.
+    ``wanted``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks, each of which is in one
+    of them. ``device``: device of the tensors that will be sent.
     """
-    own = torch.distributed.group.WORLD
+    own: Any = torch.distributed.group.WORLD
     # In one order on all ranks, members or not: if NCCL splits the world's communicator, every rank must take part.
     for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
-        group = torch.distributed.new_group(list(ranks), timeout=group_timeout(device))
+        group = torch.distributed.new_group(list(ranks), timeout=_timeout(device))
         if torch.distributed.get_rank() in ranks:
             own = group
             # Use it once now: some backends build a group's connections only in its first collective.
-            torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
+            torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=own)
     return own
 
 
-def group_timeout(device: torch.device) -> timedelta | None:
-    """Return the time limit of collectives, to pass to torch's ``new_group``; ``None`` if no limit can be found.
-
-    The environment variable ``DEEPSPEED_TIMEOUT`` (minutes) sets it. Otherwise it is that of the world's group.
-    """
-    if minutes := os.environ.get("DEEPSPEED_TIMEOUT"):
-        return timedelta(minutes=int(minutes))
+def _timeout(device: torch.device) -> timedelta | None:
+    """Return the time limit of the world's collectives on ``device``; ``None``: torch's default."""
     world: Any = torch.distributed.group.WORLD
     return getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.math.momentum_storage import Fragment
+from deepspeed.muon.math.momentum_storage import Fragment, Rows
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
 
@@ -59,6 +59,15 @@ class Partition:
             start, stop = shard.placement.held_range(self.rank, 0, shard.spec.numel)
             if start < stop:
                 yield shard, start, stop, shard.placement.position(start)
+
+    def matrix_pieces(self) -> list[list[Rows]]:
+        """Return, for each tensor in :attr:`tensors`, the pieces of matrices (:class:`Rows`) in it on this rank."""
+        found: list[list[Rows]] = [[] for _ in self.tensors]
+        for shard in self.shards:
+            for piece in (piece for item in shard.items for piece in item.spread.pieces(self.rank)):
+                start = shard.placement.position(piece.element)
+                found[shard.tensor].append(Rows(start, piece.rows, piece.cols, piece.stride))
+        return found
 
     def fragments(self) -> list[list[Fragment]]:
         """Return, for each tensor in :attr:`tensors`, the parts of parameters (:class:`Fragment`) in it on this rank.

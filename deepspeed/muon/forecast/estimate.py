@@ -19,21 +19,6 @@ from deepspeed.muon.plan.memory import Memory, PartitionDemand, Peak, peak
 from deepspeed.muon.plan.plan import without_collector
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The speed of one rank, from which the time of a step is computed.
-
-    ``tflops``: 10^12 floating-point operations of Newton-Schulz per second. A symmetric matrix product counts as a full
-    product. ``muon_ns``, ``adamw_ns``: nanoseconds per element of a shard for Muon's elementwise work and for AdamW.
-    ``run_us``: microseconds to launch Muon's elementwise kernels for one contiguous piece of a shard.
-    """
-
-    tflops: float
-    muon_ns: float
-    adamw_ns: float
-    run_us: float
-
-
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """The plan of one optimizer step for all ranks, and its costs.
@@ -134,19 +119,6 @@ def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[fl
     """
     spread = (values if len(values) == world_size else [*values] * world_size for values in lists)
     return [sum(column) for column in zip([0.0] * world_size, *spread, strict=True)]
-
-
-def milliseconds(found: Estimate, machine: Machine) -> dict[str, float]:
-    """Return {"elementwise": milliseconds, "newton_schulz": milliseconds} of one optimizer step, without communication.
-
-    "elementwise" is the time of AdamW's updates and of Muon's passes over momentum and weights. "newton_schulz" adds up
-    the time of the busiest rank for each :class:`StepPart`, which ZeRO updates one after the other.
-    """
-    pace = {True: machine.muon_ns, False: machine.adamw_ns}
-    passes = sum(part.numel * pace[part.group.use_muon] for part in found.parts) / 1e6
-    passes += sum(cost.runs for cost in found.costs) * machine.run_us / 1e3
-    compute = [max(cost.flops) / (machine.tflops * 1e9) for cost in found.costs]
-    return {"elementwise": passes, "newton_schulz": sum(compute)}
 
 
 def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict[str, float]:

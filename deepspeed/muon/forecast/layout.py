@@ -50,8 +50,6 @@ class GroupSpec:
     ns_method: str = "auto"
     adjust_lr_fn: str = "original"
     rms_scale: float = 0.2
-    nesterov: bool = True
-    decays: bool = True
     momentum_dtype: str = "fp32"
     normuon: bool = False
 
@@ -90,10 +88,9 @@ def group_specs(model: nn.Module, config: MuonConfig) -> list[GroupSpec]:
         GroupSpec(
             specs=tuple(specs[param] for param in group["params"]),
             rms_scale=config.rms_scale,
-            decays=bool(group["weight_decay"]),
             momentum_dtype=config.momentum_dtype,
             normuon=config.normuon,
-            **{key: group[key] for key in ("use_muon", "ns_method", "adjust_lr_fn", "nesterov") if key in group},
+            **{key: group[key] for key in ("use_muon", "ns_method", "adjust_lr_fn") if key in group},
         )
         for group in split_groups(model.parameters(), specs, config).halves
     ]
@@ -139,8 +136,9 @@ class StepPart:
         per_element = MUON_STATE_BYTES[self.group.momentum_dtype] if self.group.use_muon else ADAM_STATE_BYTES
         nbytes = self.numel * per_element + self.tensors * STEP_BYTES
         if self.group.use_muon and self.group.momentum_dtype == "int8":
-            local = (shard.placement.held_range(0, 0, shard.spec.numel) for shard in self.shards)
-            nbytes += ABSMAX_BYTES * sum(block_count(max(0, stop - start)) for start, stop in local)
+            nbytes += ABSMAX_BYTES * sum(
+                block_count(piece.numel) for item in self.items for piece in item.spread.pieces(0)
+            )
         return nbytes
 
     @property
@@ -212,7 +210,6 @@ class StepCost:
         sent_bytes: bytes that the rank sends, both momentum to owners and results back.
         least_bytes: the mean of ``sent_bytes`` over ranks if each matrix were owned by the rank that stores most of it.
         collectives: number of collectives that send buckets.
-        runs: number of pieces of matrices on the rank that stores most pieces.
         demands: ``demands[rank][bucket]``, the sizes from which the rank's scratch memory is computed.
         slots: number of buckets in memory at a time.
         moment_bytes: bytes of NorMuon's second moments, which owners store.
@@ -226,7 +223,6 @@ class StepCost:
     sent_bytes: list[int]
     least_bytes: float
     collectives: int
-    runs: int
     demands: list[list[Demand]]
     slots: int
     moment_bytes: list[int]
@@ -261,7 +257,6 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
         collectives=len(plan.buckets) * (2 if plan.copies == 1 else 1) if any(traffic.sent) else 0,
-        runs=traffic.runs,
         demands=demands_of(plan),
         slots=plan.slots(travels),
         moment_bytes=moment_bytes,
@@ -272,24 +267,22 @@ class _Traffic(NamedTuple):
     """The communication of a step, in elements. A matrix's owners are the ranks that orthogonalize it.
 
     ``sent``: for each rank, how many elements it sends to owners and, as an owner, back. ``least``: the sum of ``sent``
-    if each matrix were owned by the rank that stores most of it. ``runs``: number of pieces of matrices on the rank
-    that has most pieces.
+    if each matrix were owned by the rank that stores most of it.
     """
 
     sent: list[int]
     least: int
-    runs: int
 
 
 def _traffic_of_replicas(plan: GlobalPlan) -> _Traffic:
     """Return the traffic if each rank stores all matrices, so that owners send results to all others."""
     sent = plan.view(0).sent_elements  # equal parts, with padding
-    return _Traffic([sent] * plan.world_size, sent * plan.world_size, len(plan.items))
+    return _Traffic([sent] * plan.world_size, sent * plan.world_size)
 
 
 def _traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
     """Return the traffic if matrices are sharded, so that ranks send their pieces to owners and get results back."""
-    sent, runs, least = [0] * world_size, [0] * world_size, 0
+    sent, least = [0] * world_size, 0
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in owned:
         alike.setdefault(item.spread, (item, []))[1].append(owner)
@@ -300,5 +293,4 @@ def _traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
             sent[owner] += item.block.numel - 2 * held.get(owner, 0)
         for rank, elements in held.items():
             sent[rank] += len(owners) * elements
-            runs[rank] += len(owners)
-    return _Traffic(sent, least, max(runs, default=0))
+    return _Traffic(sent, least)

@@ -26,16 +26,15 @@ def block_count(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def decode(codes: Tensor, absmax: Tensor, skipped: int, out: Tensor) -> Tensor:
+def decode(codes: Tensor, absmax: Tensor, out: Tensor) -> Tensor:
     """Decode int8 codes: code / 127 times the block's largest magnitude. Return the fp32 values, a view of ``out``.
 
     Args:
-        codes: int8, 1-D, consecutive; may begin and end within a block.
-        absmax: fp32, 1-D: the largest magnitude of each block that contains some of the codes.
-        skipped: the index of the first code in its block, from 0 to 127.
+        codes: int8, 1-D, from the beginning of a block; may end within a block.
+        absmax: fp32, 1-D: the largest magnitude of each block.
         out: fp32, 1-D, with ``BLOCK`` elements for each element of ``absmax``; overwritten.
     """
-    values = out[skipped : skipped + codes.numel()]
+    values = out[: codes.numel()]
     values.copy_(codes)
     out.view(-1, BLOCK).mul_(1 / LEVELS).mul_(absmax.unsqueeze(-1))
     return values

@@ -72,7 +72,6 @@ def table(module: Any) -> Operations:
         name=f"C++ ({module.cpu_capability})",
         advance=without_workspace("advance"),
         advance_rounded=without_workspace("advance_rounded"),
-        look_ahead=without_workspace("look_ahead"),
         advance_codes=without_workspace("advance_codes"),
         apply_=without_workspace("apply_"),
         copy_rounded=without_workspace("copy_rounded"),

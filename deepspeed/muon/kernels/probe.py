@@ -93,8 +93,6 @@ def _results(table: Operations) -> dict[str, Tensor]:
     absmax = torch.zeros(block_count(param.numel()), dtype=torch.float32, device=DEVICE)
     table.advance_codes(codes, absmax, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_codes"] = torch.cat([codes.float(), absmax, out.float()])
-    table.look_ahead(codes, absmax, 0, grad, out, out.numel(), out.numel(), 0.9, True, work)
-    results["look_ahead"] = out.float()
     for name, cautious in (("apply_", False), ("cautious apply_", True)):
         table.apply_(param, out, 0.1, 0.7, 5.0, cautious, work)
         results[name] = param.clone()

@@ -57,59 +57,11 @@ def advance_rounded(
         copy_rounded(buffer[part], wide, key, first + part.start, work)
 
 
-def look_ahead(
-    codes: Tensor,
-    absmax: Tensor,
-    skipped: int,
-    grad: Tensor,
-    out: Tensor,
-    cols: int,
-    pitch: int,
-    momentum: float,
-    nesterov: bool,
-    work: Workspace,
-) -> None:
-    """Write ``out`` as :func:`advance` does for an int8 momentum, which only :func:`advance_codes` will update.
-
-    ``codes`` and ``grad`` contain rows of ``cols`` elements that start ``pitch`` elements apart; elements between rows
-    are ignored. ``out`` receives the rows one after the other. Temporaries take up to 3 MiB on a CPU, 48 MiB elsewhere.
-
-    ``codes``, ``absmax``, ``skipped``: the momentum, as in :func:`deepspeed.muon.kernels.codes.decode`.
-    """
-    for row, rows, start, stop in _parts(out.numel() // cols, cols, pitch, codes.device):
-        first = row * pitch + start
-        place = slice(first, first + (rows - 1) * pitch + stop - start)
-        block, before = divmod(skipped + first, BLOCK)
-        magnitudes = absmax[block : block + block_count(before + place.stop - place.start)]
-        wide = work.get("wide", (magnitudes.numel() * BLOCK,), torch.float32, codes.device)
-        values = decode(codes[place], magnitudes, before, wide)
-        average, gradient = (_rows(x, rows, stop - start, pitch) for x in (values, grad[place]))
-        advance(average, gradient, out.view(-1, cols)[row : row + rows, start:stop], momentum, nesterov, work)
-
-
-def _rows(x: Tensor, rows: int, cols: int, pitch: int) -> Tensor:
-    # Contiguous, because torch computes other last bits for strided elements.
-    return torch.as_strided(x, (rows, cols), (pitch, 1), x.storage_offset()).contiguous()
-
-
-def _parts(rows: int, cols: int, pitch: int, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """Split a matrix into parts that span at most ``CHUNK`` elements (``CPU_CHUNK`` on a CPU), and yield their places.
-
-    A part is some whole rows or, if one row is larger, some columns of one row. Its place is (first row, row count,
-    first column, end column). Rows start ``pitch`` elements apart.
-    """
-    size = CPU_CHUNK if device.type == "cpu" else CHUNK
-    step = max(1, size // pitch)
-    for row in range(0, rows, step):
-        for start in range(0, cols, cols if step > 1 else size):
-            yield row, min(step, rows - row), start, min(cols, start + (cols if step > 1 else size))
-
-
 def advance_codes(
     codes: Tensor,
     absmax: Tensor,
     grad: Tensor,
-    out: Tensor | None,
+    out: Tensor,
     momentum: float,
     nesterov: bool,
     key: Key,
@@ -119,20 +71,16 @@ def advance_codes(
     """Do the same as :func:`advance` for an int8 momentum: compute in fp32, and round ``codes`` stochastically.
 
     ``codes`` begins at the start of a block. ``absmax`` is fp32, the largest magnitude of each block. Both are updated.
-    ``out``: ``None`` to update only the momentum, after :func:`look_ahead`. ``key`` and ``first`` select the random
-    numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take up to 2.5 MiB on a CPU,
-    40 MiB elsewhere.
+    ``key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take
+    up to 2.5 MiB on a CPU, 40 MiB elsewhere.
     """
     for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : block_count(part.stop)]
         shape, device = (magnitudes.numel() * BLOCK,), codes.device
         wide = work.get("wide", shape, torch.float32, device)
         bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
-        values = decode(codes[part], magnitudes, 0, wide)
-        if out is None:
-            values.lerp_(grad[part].float(), 1.0 - momentum)
-        else:
-            advance(values, grad[part], out[part], momentum, nesterov, work)
+        values = decode(codes[part], magnitudes, wide)
+        advance(values, grad[part], out[part], momentum, nesterov, work)
         wide[numel:].zero_()
         uniform = spare.view(torch.float32)
         uniform.copy_(noise(bits, spare, key, first + part.start).bitwise_or_(1)).mul_(2.0**-16)
@@ -317,7 +265,6 @@ OPERATIONS = Operations(
     name="torch",
     advance=advance,
     advance_rounded=advance_rounded,
-    look_ahead=look_ahead,
     advance_codes=advance_codes,
     apply_=apply_,
     copy_rounded=copy_rounded,

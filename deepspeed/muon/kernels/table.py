@@ -97,7 +97,6 @@ class Operations:
     name: str
     advance: Callable[..., None]
     advance_rounded: Callable[..., None]
-    look_ahead: Callable[..., None]
     advance_codes: Callable[..., None]
     apply_: Callable[..., None]
     copy_rounded: Callable[..., None]

@@ -143,36 +143,6 @@ def _value(code, absmax):
     return code.to(tl.float32) * (1.0 / _LEVELS) * absmax
 
 
-@triton.jit
-def look_ahead_kernel(
-    codes_ptr,
-    absmax_ptr,
-    grad_ptr,
-    out_ptr,
-    numel,
-    skipped,
-    cols,
-    pitch,
-    momentum,
-    rate,
-    IS_WHOLE: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Do this program's part of :func:`deepspeed.muon.kernels.reference.look_ahead`.
-
-    ``IS_WHOLE``: True if there is one row; ``cols`` and ``pitch`` are then not needed. ``rate``: 1 - momentum.
-    """
-    at, mask = _place(numel, BLOCK)
-    place = at
-    if not IS_WHOLE:
-        place = at // cols * pitch + at % cols
-    absmax = tl.load(absmax_ptr + (place + skipped) // _CODE_BLOCK, mask)
-    grad = tl.load(grad_ptr + place, mask).to(tl.float32)
-    _, ahead = _average(_value(tl.load(codes_ptr + place, mask), absmax), grad, momentum, rate, NESTEROV)
-    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
-
-
 @triton.jit(do_not_specialize=["first_key", "second_key"])
 def advance_codes_kernel(
     codes_ptr,
@@ -184,11 +154,10 @@ def advance_codes_kernel(
     rate,
     first_key,
     second_key,
-    HAS_OUT: tl.constexpr,
     NESTEROV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Update ``ROWS`` blocks of the int8 momentum and, if ``HAS_OUT``, write the input of Newton-Schulz.
+    """Update ``ROWS`` blocks of the int8 momentum, and write the input of Newton-Schulz.
 
     ``rate``, ``first_key``, ``second_key``: see :func:`advance_kernel`.
     """
@@ -199,8 +168,7 @@ def advance_codes_kernel(
     absmax = tl.load(absmax_ptr + row, is_block, other=0.0)
     value = _value(tl.load(codes_ptr + at, mask, other=0), absmax[:, None])
     value, ahead = _average(value, grad, momentum, rate, NESTEROV)
-    if HAS_OUT:
-        tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
+    tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
     absmax = tl.max(tl.abs(value), axis=1)
     absmax = tl.where(absmax < _SMALLEST, 0.0, absmax)
     factor = tl.where(absmax == 0, 0.0, tl.div_rn(tl.full((ROWS,), _LEVELS, tl.float32), absmax))
@@ -327,31 +295,11 @@ def advance_rounded(
     )
 
 
-def look_ahead(
-    codes: Tensor,
-    absmax: Tensor,
-    skipped: int,
-    grad: Tensor,
-    out: Tensor,
-    cols: int,
-    pitch: int,
-    momentum: float,
-    nesterov: bool,
-    work: Workspace,
-) -> None:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.look_ahead`."""
-    numel, rate = out.numel(), 1.0 - momentum
-    is_whole = cols == numel
-    look_ahead_kernel[_grid(numel)](
-        codes, absmax, grad, out, numel, skipped, cols, pitch, momentum, rate, is_whole, nesterov, BLOCK, **OPTIONS
-    )
-
-
 def advance_codes(
     codes_: Tensor,
     absmax: Tensor,
     grad: Tensor,
-    out: Tensor | None,
+    out: Tensor,
     momentum: float,
     nesterov: bool,
     key: Key,
@@ -360,10 +308,9 @@ def advance_codes(
 ) -> None:
     """Do the same as :func:`deepspeed.muon.kernels.reference.advance_codes`, with the same random bits."""
     numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // codes.BLOCK
-    target, first_key = grad if out is None else out, signed(key[0] + first)
-    has_out = out is not None
+    first_key = signed(key[0] + first)
     advance_codes_kernel[_grid(numel)](
-        codes_, absmax, grad, target, numel, momentum, rate, first_key, key[1], has_out, nesterov, rows, **OPTIONS
+        codes_, absmax, grad, out, numel, momentum, rate, first_key, key[1], nesterov, rows, **OPTIONS
     )
 
 

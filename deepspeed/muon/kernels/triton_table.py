@@ -68,7 +68,6 @@ def operations(other: Operations) -> Operations:
         name=f"triton (elementwise) + {other.name}",
         advance=_either(_takes(FP32), passes.advance, other.advance),
         advance_rounded=_either(_takes(BF16), passes.advance_rounded, other.advance_rounded),
-        look_ahead=_either(_takes(INT8), passes.look_ahead, other.look_ahead),
         advance_codes=_either(_takes(INT8), passes.advance_codes, other.advance_codes),
         apply_=_either(_takes(FLOATS), passes.apply_, other.apply_),
         normalize=_either(_takes(FLOATS), passes.normalize, other.normalize),

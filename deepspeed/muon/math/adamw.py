@@ -18,8 +18,6 @@ from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.momentum_storage import Fragment
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 
-#: Elements that :func:`sum_of_squared_updates` processes at a time.
-CHUNK = 2**20
 #: Key of a group: parameter name -> the step of its tensor before which the parameter's moments were zero. A tensor of
 #: ZeRO holds many parameters and counts its steps once; parameters without an entry have made them all.
 STARTED = "started_at"
@@ -141,27 +139,3 @@ def has_fused_kernel(device_type: str) -> bool:
     key = torch._C._dispatch_key_for_device(device_type)
     names = ("aten::_fused_adam_", "aten::_fused_adamw_")
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names)
-
-
-def sum_of_squared_updates(state: Mapping[str, Any], group: Mapping[str, Any], fragment: Fragment) -> Tensor:
-    """Return the sum of squares of AdamW's last update of one :class:`Fragment`, as an fp32 scalar tensor.
-
-    The update is m / (sqrt(v) + eps) with bias correction: without the learning rate and weight decay. ``state``: the
-    state, after the step, of the tensor that holds the fragment.
-    """
-    (beta1, beta2), steps = group["betas"], float(state["step"]) - steps_before_start(group, fragment)
-    start, length = fragment.position, fragment.numel
-    steps = steps if group.get("bias_correction", True) else torch.inf
-    means, squares = state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
-    total = torch.zeros((), dtype=torch.float32, device=means.device)
-    for first in range(start, start + length, CHUNK):
-        last = min(first + CHUNK, start + length)
-        mean = _real(means[first:last]).float() / (1 - beta1**steps)
-        root = (_real(squares[first:last]).float() / (1 - beta2**steps)).sqrt_().add_(group["eps"])
-        total += mean.div_(root).square_().sum()
-    return total
-
-
-def _real(x: Tensor) -> Tensor:
-    """Return ``x`` if it is real, otherwise a real view of its real and imaginary parts."""
-    return torch.view_as_real(x) if x.is_complex() else x

@@ -19,15 +19,6 @@ DEFAULT_STEPS = 5
 #: One triple, repeated for every step. Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
 SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
 
-#: In this and the following schedules, triples differ from step to step. You Jiacheng, modded-nanogpt (2025).
-YOU: Schedule = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
-
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
@@ -36,8 +27,9 @@ def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
 
-#: Amsel et al., "The Polar Express" (arXiv 2505.16932), 5 steps, safety 2e-2, cushion 2. Its input has
-#: norm 1 / 1.02, so that rounding cannot carry a singular value over one.
+#: In this and the next schedule, triples differ from step to step. Amsel et al., "The Polar Express"
+#: (arXiv 2505.16932), 5 steps, safety 2e-2, cushion 2. Its input has norm 1 / 1.02, so that rounding cannot carry a
+#: singular value over one.
 POLAR_EXPRESS: Schedule = for_larger_norm(
     (
         (8.156555, -22.483293, 15.878770),
@@ -52,26 +44,11 @@ POLAR_EXPRESS: Schedule = for_larger_norm(
 #: DeepSeek-V4 (2026), section 2.4: eight steps that are steep at zero, and two that converge to one.
 DEEPSEEK_V4: Schedule = (SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2
 
-#: Cubic steps, each of which needs one product less; from NVIDIA's Emerging-Optimizers. It flips the sign of singular
-#: values just above one, so its input has norm 1 / 1.02.
-CUBIC5: Schedule = for_larger_norm(
-    (
-        (3.3656576, -3.3420992, 0.0),
-        (2.5744352, -1.4957376, 0.0),
-        (2.5368962, -1.4312570, 0.0),
-        (2.4418906, -1.2764040, 0.0),
-        (2.2230472, -0.9630650, 0.0),
-    ),
-    1.02,
-)
-
 #: Value of the config key ``ns_coefficients`` -> schedule; a single triple is repeated for every step.
 NAMED: dict[str, Schedule] = {
     "simple": (SIMPLE,),
-    "you": YOU,
     "polar_express": POLAR_EXPRESS,
     "deepseek_v4": DEEPSEEK_V4,
-    "cubic5": CUBIC5,
 }
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -33,43 +32,41 @@ class Fragment(NamedTuple):
     numel: int
 
 
+class Rows(NamedTuple):
+    """A piece of a matrix in a flat tensor: ``rows`` rows of ``cols`` elements, each ``pitch`` after the one before."""
+
+    start: int
+    rows: int
+    cols: int
+    pitch: int
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.rows * self.cols
+
+    def of(self, tensor: Tensor, first: int = 0) -> Tensor:
+        """Return the piece as a view ``[rows, cols]``; ``tensor`` begins with the flat tensor's element ``first``."""
+        return torch.as_strided(tensor.reshape(-1)[self.start - first :], (self.rows, self.cols), (self.pitch, 1))
+
+
 class Blocks:
     """The quantization blocks of one tensor's int8 momentum. All elements of a block share one scale.
 
-    Each parameter in the tensor begins a new block. So the momentum of a parameter does not depend on its neighbors in
-    the tensor, nor on padding, which may be NaN. ``fragments``: the parts of parameters that the tensor holds.
-    Methods take ``state``, the tensor's optimizer state.
+    Each piece of a matrix begins a new block. So the momentum of a matrix does not depend on other matrices in the
+    tensor, nor on padding, which may be NaN. ``pieces``: the pieces of matrices that the tensor holds. Methods take
+    ``state``, the tensor's optimizer state.
     """
 
-    def __init__(self, fragments: Iterable[Fragment]) -> None:
-        self.fragments = sorted(fragments, key=lambda fragment: fragment.position)
-        self._positions = [fragment.position for fragment in self.fragments]
-        counts = [block_count(fragment.numel) for fragment in self.fragments]
-        self._ends = list(accumulate(counts, initial=0))
-        self.count = self._ends[-1]
+    def __init__(self, pieces: Iterable[Rows]) -> None:
+        self.pieces = list(pieces)
+        ends = list(accumulate((block_count(piece.numel) for piece in self.pieces), initial=0))
+        self._blocks = {piece.start: slice(*pair) for piece, pair in zip(self.pieces, pairwise(ends), strict=True)}
+        self.count = ends[-1]
 
-    def parts(self, state: State) -> Iterator[tuple[Fragment, Tensor, Tensor]]:
-        """Yield (fragment, codes, magnitudes) for each :class:`Fragment` in the tensor.
-
-        ``codes``: the fragment's momentum, int8. ``magnitudes``: the largest magnitude in each of the fragment's
-        quantization blocks, fp32. Both are 1-D views into ``state``, the tensor's optimizer state.
-        """
-        codes = state[CODES].view(-1)
-        for fragment, (start, end) in zip(self.fragments, pairwise(self._ends), strict=True):
-            yield fragment, codes[fragment.position :][: fragment.numel], state[ABSMAX][start:end]
-
-    def fragment_at(self, state: State, start: int, numel: int) -> tuple[Fragment, Tensor, Tensor, int]:
-        """Return (fragment, codes, magnitudes, skipped) for ``numel`` elements of the tensor from index ``start`` on.
-
-        The elements must belong to one :class:`Fragment`. ``codes``: their momentum, int8. ``magnitudes``: the largest
-        magnitude of each quantization block that contains some of them, fp32. ``skipped``: number of elements of the
-        first block before ``start``. Codes and magnitudes are 1-D views into ``state``, the tensor's optimizer state.
-        """
-        at = bisect_right(self._positions, start) - 1
-        block, skipped = divmod(start - self._positions[at], BLOCK)
-        first = self._ends[at] + block
-        absmax = state[ABSMAX][first : first + block_count(skipped + numel)]
-        return self.fragments[at], state[CODES].view(-1)[start : start + numel], absmax, skipped
+    def absmax(self, state: State, start: int) -> Tensor:
+        """Return the largest magnitude of each block, fp32, of the piece that begins at index ``start``; a view."""
+        return state[ABSMAX][self._blocks[start]]
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
         """Return the momentum of the tensor's elements ``start`` to ``stop - 1`` as fp32, 1-D; padding becomes zero."""
@@ -78,41 +75,44 @@ class Blocks:
     def read_into(self, result: Tensor, state: State, start: int = 0) -> Tensor:
         """Write the momentum of the tensor's elements from index ``start`` on to ``result``, and return ``result``.
 
-        ``result``: fp32, 1-D. Its entries for padding do not change.
+        ``result``: fp32, 1-D, for all elements of a piece or none. Its entries for padding do not change.
         """
-        stop = start + result.numel()
-        for fragment, codes, absmax in self.parts(state):
-            low, high = max(start, fragment.position), min(stop, fragment.position + fragment.numel)
-            for first in range(low, high, CHUNK * BLOCK):
-                end = min(high, first + CHUNK * BLOCK)
-                block, skipped = divmod(first - fragment.position, BLOCK)
-                magnitudes = absmax[block : block + block_count(skipped + end - first)]
+        for piece in self._within(start, start + result.numel()):
+            codes, absmax = piece.of(state[CODES]).reshape(-1), self.absmax(state, piece.start)
+            values = piece.of(result, start) if piece.rows == 1 else torch.empty_like(codes, dtype=torch.float32)
+            for part, magnitudes in _chunks(absmax):
                 wide = torch.empty(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
-                place = slice(first - fragment.position, end - fragment.position)
-                result[first - start : end - start] = decode(codes[place], magnitudes, skipped, wide)
+                values.view(-1)[part] = decode(codes[part], magnitudes, wide)
+            if piece.rows > 1:
+                piece.of(result, start).copy_(values.view(piece.rows, piece.cols))
         return result
 
     def write(self, state: State, start: int, values: Tensor) -> None:
         """Quantize ``values``, 1-D, and store them as the momentum of the tensor's elements from index ``start`` on.
 
-        Values are rounded to nearest. For each :class:`Fragment`, they must contain all elements or none.
+        Values are rounded to nearest. For each piece, they must contain all elements or none.
         """
-        stop = start + values.numel()
-        for fragment, codes, absmax in self.parts(state):
-            if fragment.position + fragment.numel <= start or stop <= fragment.position:
-                continue
-            assert start <= fragment.position and fragment.position + fragment.numel <= stop, "a part of a parameter"
-            rounded = values[fragment.position - start :][: fragment.numel]
-            for block in range(0, absmax.numel(), CHUNK):
-                magnitudes, part = absmax[block : block + CHUNK], slice(block * BLOCK, (block + CHUNK) * BLOCK)
-                wide = torch.zeros(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
-                wide[: codes[part].numel()] = rounded[part]
+        for piece in self._within(start, start + values.numel()):
+            given, absmax = piece.of(values, start).reshape(-1), self.absmax(state, piece.start)
+            codes = torch.empty(piece.numel, dtype=torch.int8, device=absmax.device)
+            for part, magnitudes in _chunks(absmax):
+                wide = torch.zeros(magnitudes.numel() * BLOCK, dtype=torch.float32, device=absmax.device)
+                wide[: codes[part].numel()] = given[part]
                 encode(wide, codes[part], magnitudes, 0.5)
+            piece.of(state[CODES]).copy_(codes.view(piece.rows, piece.cols))
+
+    def _within(self, start: int, stop: int) -> Iterator[Rows]:
+        for piece in self.pieces:
+            end = piece.start + (piece.rows - 1) * piece.pitch + piece.cols
+            if start < end and piece.start < stop:
+                assert start <= piece.start and end <= stop, "a part of a piece"
+                yield piece
 
 
-def whole_parameter(tensor: Tensor) -> Blocks:
-    """Return the quantization blocks of a tensor that is one whole parameter."""
-    return Blocks([Fragment("", 0, 0, tensor.numel())])
+def _chunks(absmax: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (slice of elements, magnitudes of their blocks), :data:`CHUNK` blocks at a time."""
+    for block in range(0, absmax.numel(), CHUNK):
+        yield slice(block * BLOCK, (block + CHUNK) * BLOCK), absmax[block : block + CHUNK]
 
 
 def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable[[Tensor], Blocks]) -> State:

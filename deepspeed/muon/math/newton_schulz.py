@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, base_of, symmetric_of
+from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, segments
-from deepspeed.muon.math.wide_arithmetic import scale, widened
 
 METHODS = ("standard", "gram")
 #: The dtypes of the products, the most exact first.
@@ -85,7 +84,6 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     work: Workspace | None = None,
     kernels: Operations = reference.OPERATIONS,
-    normalization: str = "frobenius",
 ) -> Tensor:
     """Orthogonalize each matrix of a batch in place: replace every singular value by a value near one.
 
@@ -96,9 +94,6 @@ def orthogonalize(
         dtype: dtype of the matrix products, a value of :data:`DTYPES`; ``None``: the dtype of ``x``.
         work: allocates the temporaries; ``None``: a new workspace.
         kernels: the kernels that compute the products.
-        normalization: how singular values are first brought to at most one. ``frobenius`` divides each matrix by its
-            norm; ``aol`` scales its rows, see :func:`_precondition`. In fp16, ``aol`` is less exact for rows far
-            smaller than others.
 
     Returns:
         ``x``. A zero matrix stays zero. A matrix with a non-finite entry gets non-finite values.
@@ -115,8 +110,6 @@ def orthogonalize(
         start = kernels.normalize(part, start, NORM)
         if is_tall:
             start, spare = start.mT, spare.mT
-        if normalization == "aol":
-            _precondition(start, work, kernels)
         if is_gram:
             found = _gram(start, spare, scaled, lengths, work, kernels)
         else:
@@ -157,27 +150,6 @@ def _gram(
         x, spare = kernels.multiply(q, x, spare, work), x
         step += length
     return x
-
-
-def _precondition(x: Tensor, work: Workspace, kernels: Operations) -> None:
-    """Scale the rows of each matrix X in place, so that its singular values are at most ``NORM``; zero rows stay zero.
-
-    Row i is multiplied by ``NORM / sqrt(sum_j |G_ij|)`` with G = X X^T. This is the almost-orthogonal layer (AOL) of
-    Prach and Lampert (arXiv 2208.03160), which Turbo-Muon (arXiv 2512.04632, section 3) applies before Newton-Schulz.
-    Newton-Schulz then finds the polar factor of the scaled matrix.
-
-    ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous tensor.
-    """
-    # Newton-Schulz computes G from the scaled X again. A scaled G would be rounded differently from X in 16 bits, and
-    # composed steps amplify the difference.
-    gram, (base, is_transposed) = symmetric_of("gram", x, work), base_of(x)
-    kernels.square(x, gram, work)
-    for matrix, rest, diagonal in zip(base, gram.rest, gram.diagonal, strict=True):
-        total = torch.cat([wide.abs_().sum(dim=1, keepdim=True) for _, wide in widened(rest, work, torch.float32)])
-        if not gram.is_whole:
-            total += diagonal[:, None]
-        factors = torch.where(total == 0, 0.0, NORM * total.rsqrt())
-        scale(matrix, factors.T if is_transposed else factors, work)
 
 
 def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:

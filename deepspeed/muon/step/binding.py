@@ -82,7 +82,7 @@ def bind_partition(
     method = partial(method_of, choice, group["ns_method"])
     cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type)
     # The number of ranks before the partition may shrink to one below: statistics are divided by it.
-    sharers = partition.world_size
+    sharers, is_replicated = partition.world_size, partition.is_replicated
     planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes)
     if planned.world_size < sharers:  # each rank does all the work
         partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
@@ -107,6 +107,7 @@ def bind_partition(
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
         settings=repr((choice.as_json(), settings)),
         sharers=sharers,
+        copies=sharers if is_replicated else 1,
         blocks=blocks,
         second_moments=second_moments,
     )

@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.exchange.buffers import BucketBuffers, copy_from_grid, copy_to_grid, grid_view
+from deepspeed.muon.exchange.buffers import BucketBuffers, copy_from_grid, copy_to_grid
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels.probe import warm
@@ -32,18 +31,15 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.coefficients import Schedule
-from deepspeed.muon.math.momentum_storage import MOMENTUM, Blocks, Fragment, State
+from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, Blocks, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.wide_arithmetic import in_fp32
-from deepspeed.muon.monitor.step_stats import StepStats
+from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.plan.bucket import Bucket, ShardRun, Span
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.step.gradient_checks import GradientProbe
 from deepspeed.muon.step.normuon_moments import SecondMoments
-
-#: Name of a phase of a step -> a context manager, in which the phase runs.
-Phase = Callable[[str], AbstractContextManager]
 
 
 def short_hash(text: str, digits: int = 16) -> str:
@@ -110,8 +106,6 @@ class StepValues:
     memory: list[Tensor] = field(default_factory=list)
     #: Number of a bucket -> its buffers, while it is in memory.
     buffers: dict[int, BucketBuffers] = field(default_factory=dict)
-    #: (tensor index, position) of each fragment whose int8 momentum the phase ``prepare`` has already updated.
-    advanced: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.tensors: list[Tensor] = self.group["params"]
@@ -131,6 +125,7 @@ class PartitionStep:
         scale: function of a matrix's (rows, columns) that returns the factor of its update.
         settings: a text of all settings that the bits of the results depend on, for :attr:`digest`.
         sharers: number of ranks that share the parameters or hold copies of them; statistics are divided by it.
+        copies: number of ranks that each hold all of the partition's elements; 1 if ranks hold parts of them.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         second_moments: NorMuon's second moments of all partitions.
     """
@@ -145,6 +140,7 @@ class PartitionStep:
     scale: Callable[[int, int], float]
     settings: str
     sharers: int
+    copies: int
     blocks: Mapping[Tensor, Blocks]
     second_moments: SecondMoments
 
@@ -229,9 +225,6 @@ class PartitionStep:
             self._turn_around(now, turn - lag)
             if not is_tight:  # results arrive while another bucket is orthogonalized
                 self._finish(now, turn - 2 * lag)
-        if self._is_int8:
-            with now.phase("prepare"):
-                self._advance_rest(now)
 
     def _start(self, now: StepValues, number: int) -> None:
         """Prepare bucket ``number`` and start to send it to the owners; ignore a number without a bucket."""
@@ -267,8 +260,7 @@ class PartitionStep:
         """Update the momentum of this rank's part of one bucket's matrices, and write the input of Newton-Schulz.
 
         ``buffers``: receives the input in the dtype in which matrices are sent. With the gradient g and the updated
-        momentum m, the input is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m. Some int8 momenta are
-        updated only after the last bucket (:meth:`_advance_rest`).
+        momentum m, the input is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m.
         """
         for call in self.calls[buffers.index]:
             tensor = now.tensors[call.tensor]
@@ -306,117 +298,32 @@ class PartitionStep:
 
         ``tensor``, ``grad``: the tensor that contains the run, and its gradient.
         """
-        if self._is_int8:
-            self._advance_in_int8(now, tensor, grad, run, target)
-            return
         state, beta, nesterov = now.states[tensor], now.beta, now.nesterov
+        stored = state[CODES] if self._is_int8 else state[MOMENTUM]
         gradient = copy_from_grid(grad, run.copy, self._work, "gradient")
-        average = copy_from_grid(state[MOMENTUM], run.copy, self._work, "momentum")
-        if average.dtype == torch.bfloat16:
-            # Each element of a matrix draws its own random number, so results do not depend on how ranks share it.
-            name, first = run.draws
-            key = key_of(name, int(state["step"]))
+        average = copy_from_grid(stored, run.copy, self._work, "momentum")
+        # Each element of a matrix draws its own random number, so results do not depend on how ranks share it.
+        name, first = run.draws
+        key = key_of(name, int(state["step"]))
+        if self._is_int8:
+            absmax = self.blocks[tensor].absmax(state, run.copy.start)
+            self.elementwise.advance_codes(average, absmax, gradient, target, beta, nesterov, key, first, self._work)
+        elif average.dtype == torch.bfloat16:
             self.elementwise.advance_rounded(average, gradient, target, beta, nesterov, key, first, self._work)
         else:
             self.elementwise.advance(average, gradient, target, beta, nesterov, self._work)
-        copy_to_grid(average, state[MOMENTUM], run.copy)
-
-    # ---- on the shard: momentum in int8 ----------------------------------------------------------------------
-    # A quantization block must be rounded once per step, but may span runs of different buckets. So prepare computes
-    # the look-ahead from the old codes, and the codes are updated after the last bucket.
-
-    def _advance_in_int8(self, now: StepValues, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Write the Newton-Schulz input of ``run``, a part of a matrix with int8 momentum, to ``target``.
-
-        The momentum is updated, too, if the run is all that this rank holds of its parameter; otherwise
-        :meth:`_advance_rest` updates it. The arguments are those of :meth:`_advance`.
-        """
-        state, copy = now.states[tensor], run.copy
-        fragment, codes, absmax, skipped = self.blocks[tensor].fragment_at(state, copy.start, copy.extent)
-        gradient = grad.view(-1)[copy.start : copy.start + copy.extent]
-        # The run is all that this rank holds of the parameter, so no other run shares its blocks: one pass does both.
-        if copy.numel == fragment.numel:
-            self._advance_codes(now, state, fragment, codes, absmax, gradient, target)
-            now.advanced.add((run.tensor, fragment.position))
-            return
-        cols, pitch, beta, nesterov = copy.cols, copy.pitch, now.beta, now.nesterov
-        self.elementwise.look_ahead(codes, absmax, skipped, gradient, target, cols, pitch, beta, nesterov, self._work)
-
-    def _advance_codes(
-        self,
-        now: StepValues,
-        state: State,
-        fragment: Fragment,
-        codes: Tensor,
-        absmax: Tensor,
-        grad: Tensor,
-        target: Tensor | None,
-    ) -> None:
-        """Update the int8 ``codes`` and their ``absmax`` in place. They are the momentum of one :class:`Fragment`.
-
-        ``absmax``: the largest magnitude of each quantization block, fp32. ``state``: the optimizer state of the
-        fragment's tensor. ``grad``: the fragment's gradient, 1-D. ``target``: receives the input of Newton-Schulz, 1-D;
-        ``None``: only the momentum is updated.
-        """
-        key, beta, nesterov = key_of(fragment.name, int(state["step"])), now.beta, now.nesterov
-        self.elementwise.advance_codes(codes, absmax, grad, target, beta, nesterov, key, fragment.first, self._work)
-
-    def _advance_rest(self, now: StepValues) -> None:
-        """Update, after the last bucket, the int8 momenta that the phase ``prepare`` has not updated.
-
-        The momenta of matrices without a gradient do not change.
-        """
-        absent_runs: dict[tuple[int, int], list[ShardRun]] = defaultdict(list)
-        for bucket in self.plan.buckets if now.without_gradient else ():
-            for run in bucket.runs:
-                if run.matrix in now.without_gradient:
-                    tensor = now.tensors[run.tensor]
-                    fragment, *_ = self.blocks[tensor].fragment_at(now.states[tensor], run.copy.start, run.copy.extent)
-                    absent_runs[run.tensor, fragment.position].append(run)
-        for index, tensor in enumerate(now.tensors):
-            if tensor.grad is None:
-                continue
-            grad, state = tensor.grad.contiguous().view(-1), now.states[tensor]
-            for fragment, codes, absmax in self.blocks[tensor].parts(state):
-                runs = absent_runs.get((index, fragment.position), ())
-                is_absent = sum(run.copy.numel for run in runs) >= fragment.numel
-                if is_absent or (index, fragment.position) in now.advanced:
-                    continue
-                gradient = grad[fragment.position :][: fragment.numel]
-                if runs:
-                    gradient = self._with_momentum(now, tensor, gradient, fragment.position, runs)
-                self._advance_codes(now, state, fragment, codes, absmax, gradient, None)
-
-    def _with_momentum(
-        self, now: StepValues, tensor: Tensor, grad: Tensor, position: int, runs: Iterable[ShardRun]
-    ) -> Tensor:
-        """Return a copy of ``grad`` with the zeros of ``runs`` replaced by their momentum, which updates then keep.
-
-        The codes of ``runs`` may still change if they share a quantization block with a matrix whose momentum changes.
-        ``grad``: the 1-D gradient of a :class:`Fragment` of a parameter. ``runs``: parts of matrices without a
-        gradient. ``position``: index of the fragment's first element in ``tensor``.
-        """
-        grad, state = grad.clone(), now.states[tensor]
-        for run in runs:
-            start, stop = run.copy.start, run.copy.start + run.copy.extent
-            momentum = self.blocks[tensor].read(state, start, stop, grad.device)
-            grid_view(grad, run.copy._replace(start=start - position)).copy_(
-                grid_view(momentum, run.copy._replace(start=0))
-            )
-        return grad
+        copy_to_grid(average, stored, run.copy)
 
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
     def _orthogonalize(self, now: StepValues, buffers: BucketBuffers) -> None:
         """Orthogonalize the matrices of one bucket that this rank owns, in place, shape by shape."""
-        how, rules, stats = self.newton_schulz, self.rules, now.stats
+        how, rules = self.newton_schulz, self.rules
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
             if rules is not None:
                 rules.apply_before(matrices, batch.axis, self._work)
-            if stats is not None:
-                stats.before_newton_schulz(batch.names, matrices)
             orthogonalize(
                 matrices,
                 how.schedule,
@@ -424,10 +331,7 @@ class PartitionStep:
                 dtype=self.dtype,
                 work=self._work,
                 kernels=how.kernels(batch.rows, batch.cols),
-                normalization=self.config.ns_normalization,
             )
-            if stats is not None:
-                stats.after_newton_schulz(batch.names, matrices)
             if rules is not None:
                 rules.apply_after(matrices, batch.axis, self.second_moments.of_matrices(batch.names), self._work)
 
@@ -439,8 +343,7 @@ class PartitionStep:
         The weights decay, and learning rate x scale x result is subtracted.
         """
         if now.stats is not None:
-            cautious = self.config.cautious_weight_decay
-            now.stats.before_apply(self._updates(now, buffers), now.group, cautious)
+            now.stats.before_apply(self._updates(now, buffers), now.lr, self.copies)
         for call in self.calls[buffers.index]:
             tensor = now.tensors[call.tensor]
             # As in torch's optimizers, weights without a gradient do not decay either.
@@ -507,8 +410,8 @@ class PartitionStep:
             if run.matrix not in now.without_gradient:
                 yield run, buffers.slice_of(index)
 
-    def _updates(self, now: StepValues, buffers: BucketBuffers) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield (parameter name, weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
+    def _updates(self, now: StepValues, buffers: BucketBuffers) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield (weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
 
         Weights and result are 1-D.
         """
@@ -517,4 +420,4 @@ class PartitionStep:
             if tensor.grad is not None:
                 for run, update in self._present_runs(now, call, buffers):
                     weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
-                    yield run.parameter, weights, update, call.scale
+                    yield weights, update, call.scale

@@ -18,7 +18,7 @@ from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.math.choice import Rates, lowest_rates
-from deepspeed.muon.monitor.write_records import Recorder
+from deepspeed.muon.monitor import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.step.partition_step import short_hash

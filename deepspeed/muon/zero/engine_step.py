@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from deepspeed.muon.step.partition_step import Phase
+from deepspeed.muon.monitor import Phase
 from deepspeed.muon.zero.threads import limited_threads
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.

@@ -14,13 +14,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 
-from deepspeed.muon.config.messages import FILLED_BY, did_you_mean, expected, nearest, own_words
+from deepspeed.muon.config.messages import FILLED_BY, nearest, own_words
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.param_groups import warn_of_odd_settings
-from deepspeed.muon.zero.known_keys import SECTION_OF, keys_of, known_keys, not_objects, place_of, warn_of_unknown
 from deepspeed.muon.zero.patches import TYPES, is_muon, without_double_clipping
 from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule
@@ -39,6 +38,8 @@ ACCELERATE_FIELDS = {"deepspeed_config_file", "offload_optimizer_device", "zero3
 FILE_KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 #: Keys of training arguments that no ds_config has.
 TRAINING_ARGUMENTS = {"learning_rate", "model_name_or_path", "output_dir", "per_device_train_batch_size"}
+#: A file with none of these keys, and without a ds_config inside, is not a ds_config.
+DS_CONFIG_KEYS = {"optimizer", "scheduler", "zero_optimization", "bf16", "fp16", "gradient_clipping", *BATCH_KEYS}
 #: How many levels deep a file is searched for a ds_config.
 MAX_DEPTH = 4
 #: Matches text that starts with a brace, after comments and blanks.
@@ -53,7 +54,6 @@ class Settings:
         config: the settings in ``optimizer.params``.
         layout: how ZeRO will shard the parameters.
         offload: whether the optimizer is offloaded to the CPU or NVMe.
-        dtype: dtype of forward and backward: ``fp32``, ``fp16`` or ``bf16``.
         gradient_clipping: the norm to which gradients are clipped; 0.0 if they are not.
         notes: sentences for the user about values that were assumed or not checked.
     """
@@ -61,7 +61,6 @@ class Settings:
     config: MuonConfig
     layout: Layout
     offload: bool
-    dtype: str
     gradient_clipping: float
     notes: tuple[str, ...]
 
@@ -80,7 +79,6 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
         MuonConfigError: ``optimizer.params`` is wrong.
         UnsupportedError: deepspeed-muon does not support a combination of settings.
     """
-    warn_of_unknown(section)
     name, params = _require_muon(path, section)
     autos, defaults = [key for key in FILLED_BY if params.get(key) == "auto"], list[str]()
     params = {key: value for key, value in params.items() if key not in autos}
@@ -108,7 +106,7 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     )
     round_robin = is_flat and bool(zero.round_robin_gradients)
     layout = Layout(int(zero.stage), world_size, int(zero.sub_group_size), round_robin, alignment)
-    return Settings(config, layout, offloads, dtype, float(stock.gradient_clipping), tuple(notes))
+    return Settings(config, layout, offloads, float(stock.gradient_clipping), tuple(notes))
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:
@@ -180,34 +178,11 @@ def _stock_config(path: str, section: dict[str, Any]) -> Any:
     except (MuonConfigError, UnsupportedError):
         raise
     except ValidationError as error:
-        raise SettingsError("\n".join(dict.fromkeys(_explain(error.title, dict(e)) for e in error.errors()))) from None
+        lines = (f"{'.'.join(map(str, e['loc']))}: got {e['input']!r}; {own_words(dict(e))}" for e in error.errors())
+        reason = "; ".join(dict.fromkeys(lines))
     except Exception as error:
-        if isinstance(error, (TypeError, AttributeError)) and (problems := not_objects(section)):
-            raise SettingsError("\n".join(problems)) from None
-        raise SettingsError(
-            f"{path}: DeepSpeed refuses this config: {(str(error) or repr(error)).splitlines()[0]}"
-        ) from None
-
-
-def _explain(title: str, item: dict[str, Any]) -> str:
-    """Return a line for the user about a key or value that DeepSpeed refuses: what is written, and what is allowed.
-
-    ``title``: DeepSpeed's class for the section, such as ``DeepSpeedZeroConfig``. ``item``: one of pydantic's errors.
-    """
-    path = [name for name in (SECTION_OF.get(title, title), *map(str, item["loc"])) if name]
-    key, value = ".".join(path), item["input"]
-    if item["type"] == "extra_forbidden":
-        *section, name = path
-        near = did_you_mean(name, keys_of(".".join(section)), "DeepSpeed has no such key")
-        place = place_of(name)
-        return f"{key}: unknown key, {f'it belongs {place}' if place else near}"
-    if item["type"] in ("enum", "literal_error"):
-        text = expected(item, value)
-    elif item["type"] in ("model_type", "dict_type"):
-        text = "expected an object"
-    else:
-        text = own_words(item)
-    return f"{key}: got {value!r}; {text}"
+        reason = (str(error) or repr(error)).splitlines()[0]
+    raise SettingsError(f"{path}: DeepSpeed refuses this config: {reason}")
 
 
 # ---- the file -----------------------------------------------------------------------------------------------------
@@ -267,18 +242,17 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
             "the file that the script gets as --deepspeed"
         )
     parts = dict(_nested_ds_configs(section))
-    if _is_ds_config(section) or (section.keys() & known_keys() and not parts):
+    if _is_ds_config(section) or (section.keys() & DS_CONFIG_KEYS and not parts):
         return section
     if len(parts) == 1:
         return next(iter(parts.values()))
-    near = {key: nearest(key.lower(), sorted(known_keys()), cutoff=0.75) for key in section}
-    hints = [f"did you mean {near[key]} instead of {key}?" for key in section if near[key]]
-    if parts:
-        hints = [f"ds_configs lie under {', '.join(parts)}; write one of them into a file"]
-    top_level = ", ".join(list(section)[:6]) or "none"
     raise SettingsError(
-        f"{path}: not a ds_config: DeepSpeed knows none of its top-level keys ({top_level}); "
-        + (" ".join(hints) or "expected keys such as optimizer or zero_optimization")
+        f"{path}: not a ds_config: "
+        + (
+            f"ds_configs lie under {', '.join(parts)}; write one of them into a file"
+            if parts
+            else "expected keys such as optimizer or zero_optimization"
+        )
     )
 
 

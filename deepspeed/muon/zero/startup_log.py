@@ -57,12 +57,14 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
         *([f"{len(lora)} of them LoRA factors (muon_lora can send them to Muon)"] if lora else ()),
         f"on {count} rank{'s' * (count > 1)}{_work_division(engine, optimizer)}",
     )
-    logger.info("deepspeed-muon %s: %s%s", __version__, place, ", ".join(facts))
+    config = optimizer.config
+    scale = f"; adjust_lr_fn {config.scale}, {config.scale_reason}" if matrices else ""
+    logger.info("deepspeed-muon %s: %s%s%s", __version__, place, ", ".join(facts), scale)
     if matrices:
         logger.info("deepspeed-muon: %s%s", place, "; ".join(_update_phrases(optimizer, matrices)))
         logger.info("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer, tuning)))
-    if optimizer.config.preset != "none":
-        logger.info("deepspeed-muon: %s", optimizer.config.preset_summary)
+    if config.preset != "none":
+        logger.info("deepspeed-muon: %s", config.preset_summary)
     splits = defaultdict[str, list[str]](list)
     for spec in matrices:
         if spec.split:
@@ -100,7 +102,7 @@ def _update_phrases(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> t
     formula = SCALES[config.scale][0].replace("rms_scale", f"{config.rms_scale:g}")
     return (
         f"the update of {typical.name} {list(typical.whole)} has RMS {rms:.3g} x lr, by adjust_lr_fn {config.scale} = "
-        f"{formula} ({config.scale_reason})",
+        + formula,
         *config.beyond_muon,
         *([f"{optimizer.qk_clip}"] if optimizer.qk_clip else ()),
     )

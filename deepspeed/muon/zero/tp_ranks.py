@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import bwc
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.groups import gathered, make_groups
+from deepspeed.muon.exchange.groups import gathered, own_group
 from deepspeed.muon.matrices.tp_sharding import TP_RANK
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
@@ -69,7 +69,7 @@ def grid_of(engine: Any) -> Grid | None:
             f"spaced ranks, such as 0, 2, 4; this mpu's groups are {sorted(set(map(tuple, data)))}"
         )
     row = tensor[torch.distributed.get_rank()]
-    group = make_groups(map(list, positions.values()), torch.device(get_accelerator().current_device_name()))
+    group = own_group(map(list, positions.values()), torch.device(get_accelerator().current_device_name()))
     return Grid(group, tuple(lines[other] for other in row))
 
 

@@ -49,8 +49,7 @@ LIBRARIES: dict[str, set[str]] = {
     "kernels": {"torch", "triton", "quack", "packaging", "psutil"},
     "config": {"pydantic"},
     "zero": {"torch", "numpy", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
-    "monitor": {"torch", "tensorboard"},
-    "cli": {"torch", "transformers", "matplotlib", "yaml", "hjson"},  # hjson as DeepSpeed itself
+    "cli": {"torch", "transformers", "yaml", "hjson"},  # hjson as DeepSpeed itself
 }
 #: What of DeepSpeed's `comm` sends nothing between ranks.
 LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}
@@ -73,7 +72,7 @@ IN_FP64 = {
     "math.rules": "where `has_fp64`",
     "matrices.routing": "dtypes of the user's parameters",
     "exchange.groups": "where `has_fp64`",
-    "monitor.step_stats": "on the CPU",
+    "monitor": "on the CPU",
     "zero.checkpoint.safe_load": "NumPy's",
 }
 KINDS = ("torch.cuda", "torch.mps", "torch.npu", "torch.xpu", "torch.hpu", "torch.backends.cuda", "torch.backends.mps")

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -19,7 +18,7 @@ from helpers.paths import BENCHMARKS, ROOT
 sys.path[1:1] = [str(ROOT), str(ROOT / "examples/pretrain_gpt")]
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import gpu, ns, questions, ranks, report, roofline, step  # noqa: E402
+from benchmarks import gpu, ns, ranks, report, step  # noqa: E402
 from benchmarks.rates import Rates  # noqa: E402
 from benchmarks.training import Job, merge  # noqa: E402
 
@@ -31,7 +30,7 @@ RATES = Rates(bf16=1e9, fp32=1e8, fp16=1e7, copy=1e6, network=1e3)
 def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of result files; and rates that nobody has to measure."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    for module in (gpu, ns, roofline, step):
+    for module in (gpu, ns, step):
         monkeypatch.setattr(module, "measure", lambda *_: RATES)
     return tmp_path
 
@@ -74,7 +73,7 @@ def test_without_a_name_all_are_listed_and_wrong_options_are_refused(capsys: pyt
 def test_the_repository_names_no_benchmark_that_is_gone() -> None:
     """In documentation, sources and the Makefile."""
     texts = [path for folder in ("docs", "deepspeed", "examples") for path in (ROOT / folder).rglob("*.[mp][dy]")]
-    for path in (*texts, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "Makefile"):
+    for path in (*texts, ROOT / "README.md", ROOT / "Makefile"):
         for words in path.read_text().split("-m benchmarks ")[1:]:
             name = words.split()[0].strip("`.,;:)")
             assert name in command.BENCHMARKS or not name.islower(), f"{path}: {name}"
@@ -82,12 +81,8 @@ def test_the_repository_names_no_benchmark_that_is_gone() -> None:
 
 LINES = [
     "ns --shapes 2x16x48 --limit 0.05",
-    "roofline --matrices 2x8x8",
-    "share --width 32 --layers 1 --windows 16 --rounds 1",
 ]
 LONGER_LINES = [
-    "clip --layers 1 --hidden 32 --heads 2 --tokens 16 --rounds 1",
-    "saves --width 32 --layers 1 --rounds 1",
     "single --layers 1 --hidden 32 --rounds 1",
     "step --cases 3 --repeats 1 --steps 1 --warmup 1 --layers 1 --hidden 32",
 ]
@@ -101,21 +96,6 @@ def test_a_command_runs_on_tiny_sizes(line: str, capsys: pytest.CaptureFixture, 
     for file in results.glob("*.csv"):
         with file.open(newline="") as rows:
             assert all(row["torch"] and row["date"] for row in csv.DictReader(rows))
-
-
-def test_the_chart_of_shares_has_a_line_for_each_machine(results: Path) -> None:
-    for cpu, shares in {"A": {96: 0.5, 384: 0.2}, "B": {96: 0.4}}.items():
-        rows = [
-            {"cpu": cpu, "cores": 2, "tokens per step": tokens, "Muon's share": share, "counted": 10 / tokens}
-            for tokens, share in shares.items()
-        ]
-        report.write_csv(results / f"share-{cpu}.csv", rows)
-    axes = MagicMock()
-    questions.shares_of_machines()(axes)
-    drawn = {call.kwargs["label"]: dict(zip(*call.args, strict=True)) for call in axes.plot.call_args_list}
-    counted = {96: pytest.approx(10 / 96), 384: pytest.approx(10 / 384)}
-    of_machines = {"measured, A, 2 cores": {96: 0.5, 384: 0.2}, "measured, B, 2 cores": {96: 0.4}}
-    assert drawn == of_machines | {"counted": counted}
 
 
 @pytest.mark.full

@@ -194,7 +194,6 @@ GUIDES = [ROOT / "README.md", *PAGES, *sorted(EXAMPLES.glob("*/README.md"))]
 ELSEWHERE = {
     r"^make (demo|test)": "the demo is compare.py, which runs here; the tests are these",
     r"pip (install|wheel|download)": "installs; tools/release_check.py does it",
-    r"--measured": "test_cli.py; the page means a GPU",
     r"^(trl|\w+=\w+ (llamafactory-cli|swift)|axolotl) |tiny_model\.py|openrlhf": "test_integrators.py",
     r"^accelerate launch|--deepspeed ds_config_muon|^python train\.py": "test_frameworks.py",
     r"^python experiments\.py": "test_experiments.py",
@@ -263,16 +262,10 @@ def prepare(page: Path, folder: Path) -> None:
             config = json.loads((folder / "ds_config_muon.json").read_text())
             config["optimizer"]["params"].pop("lr")
             config["optimizer"]["params"] |= {"muon_lr": 0.02, "adam_lr": 0.001}
-            if name == "ds_config":
-                config["optimizer"]["params"]["monitor_interval"] = 1
-                config["csv_monitor"] = {"enabled": True, "output_path": "logs", "job_name": "run"}
             (folder / f"{name}.json").write_text(json.dumps(config))
         (folder / "model.py").write_text(
             (folder / "model.py").read_text() + "\n\ndef make_model():\n    return GPT(GPTConfig())\n"
         )
-    if "ds_muon plot" in " ".join(HERE[page]):
-        shell(smaller("deepspeed --num_gpus 2 train.py --deepspeed_config ds_config.json"), folder)
-        shutil.copytree(folder / "logs" / "run", folder / "logs" / "pretrain_gpt")
     if page.stem in TRAINED and page.is_relative_to(DOCS):
         train_for(TRAINED[page.stem], folder)
 

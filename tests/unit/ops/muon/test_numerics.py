@@ -20,9 +20,9 @@ SHAPES = [(24, 48), (48, 24), (36, 36)]
 RULES: dict[str, dict[str, Any]] = {
     "fp32": {"ns_dtype": "fp32"},
     "normuon": {"ns_dtype": "fp32", "normuon": True, "muon_eq": "rows"},
-    "muon_plus": {"ns_dtype": "fp32", "muon_plus": "rows_columns"},
+    "muon_plus": {"ns_dtype": "fp32", "muon_plus": True},
     "bf16": {"ns_dtype": "bf16", "momentum_dtype": "bf16", "cautious_weight_decay": True},
-    "int8": {"ns_dtype": "fp32", "momentum_dtype": "int8", "ns_normalization": "aol", "ns_method": "gram"},
+    "int8": {"ns_dtype": "fp32", "momentum_dtype": "int8", "ns_method": "gram"},
 }
 
 

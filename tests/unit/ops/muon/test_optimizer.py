@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
-from deepspeed.muon.math import adamw
-from deepspeed.muon.math.momentum_storage import Fragment
-from deepspeed.muon.monitor.step_stats import SIZES, StepStats
 from deepspeed.muon.replicas import bind_without_sharding
 from helpers.engine_state import kept_dtypes
-from helpers.models import MODELS, without_head_
+from helpers.models import MODELS
 from helpers.oracles import OracleConfig, change_error, newton_schulz_fp64, route, train_oracle
 
 
@@ -120,47 +117,6 @@ def test_a_group_cannot_be_added_later() -> None:
     train(model, optimizer, 1)
 
 
-class WithConvolution(nn.Module):
-    """A matrix for Muon, and a convolution in channels_last for AdamW."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-        self.fc = nn.Linear(4, 5)
-        without_head_(self)
-
-    def forward(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn(6, 3, 2, 2, generator=generator)
-        return self.fc(torch.tanh(self.conv(images)).flatten(1)).square().sum()
-
-
-def test_the_size_of_an_update_in_channels_last() -> None:
-    """By the change of the weights."""
-    model = WithConvolution()
-    optimizer, stats = MuonWithAuxAdam(model.parameters(), model=model, lr=0.01), StepStats(lambda: None)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model().backward()
-    with optimizer.observed(stats=stats):
-        optimizer.step()
-    assert not optimizer.state[model.conv.weight]["exp_avg"].is_contiguous()
-    change = {name: (p.detach() - before[name]) / 0.01 for name, p in model.named_parameters()}
-    ((squares, count),) = stats.sums([SIZES["adamw"]]).tolist()
-    of_adamw = [delta for name, delta in change.items() if name != "fc.weight"]
-    assert count == sum(delta.numel() for delta in of_adamw)
-    assert squares == pytest.approx(sum(float(delta.square().sum()) for delta in of_adamw), rel=1e-3)
-
-
-def test_squares_of_a_part_of_an_update_in_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elements count row by row, not as they lie in memory."""
-    monkeypatch.setattr(adamw, "CHUNK", 5)
-    values = torch.arange(1.0, 25).view(2, 3, 2, 2)
-    state = {"step": 1.0, "exp_avg": values.contiguous(memory_format=torch.channels_last)}
-    state["exp_avg_sq"] = torch.ones_like(state["exp_avg"])
-    got = adamw.sum_of_squared_updates(state, {"betas": (0.0, 0.0), "eps": 0.0}, Fragment("", 0, 3, 13))
-    assert float(got) == float(values.view(-1)[3:16].square().sum())
-
-
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(
     ("momentum_dtype", "ns_dtype"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"), ("int8", "bf16")]
@@ -173,7 +129,7 @@ def test_newton_schulz_leaves_the_momentum_alone(
     model = MODELS["wide"]()
     dtypes = {"momentum_dtype": momentum_dtype, "ns_dtype": ns_dtype}
     optimizer = MuonWithAuxAdam(
-        model.parameters(), model=model, lr=0.02, momentum=0.5, nesterov=nesterov, kernels=kernels, **dtypes
+        model.parameters(), model=model, muon_lr=0.02, momentum=0.5, nesterov=nesterov, kernels=kernels, **dtypes
     )
     model(*model.batch(0)).backward()
     optimizer.step()

@@ -55,7 +55,7 @@ def a_poor_accelerator() -> Iterator[None]:
 
 STEPS: dict[str, dict[str, Any]] = {
     "standard": {"ns_dtype": "bf16", "ns_method": "standard", "momentum_dtype": "bf16", "cautious_weight_decay": True},
-    "gram": {"ns_dtype": "bf16", "ns_method": "gram", "momentum_dtype": "int8", "ns_normalization": "aol"},
+    "gram": {"ns_dtype": "bf16", "ns_method": "gram", "momentum_dtype": "int8"},
     "fp16": {"ns_dtype": "fp16", "normuon": True},
     "qk_clip": {"qk_clip": {"tau": 0.01}},
 }
@@ -132,5 +132,5 @@ def test_records_are_summed_in_what_it_has(tmp_path: Path) -> None:
     assert not any("torch.float64" in dtypes for dtypes in without)
     expected, got = records(tmp_path / "True"), records(tmp_path / "False")
     assert got.keys() == expected.keys()
-    values = [(got[name][0][1], rows[0][1]) for name, rows in expected.items() if not name.endswith("_ms")]
-    assert len(values) > 5 and all(one == pytest.approx(other, rel=1e-5) for one, other in values)
+    values = [(got[name][0][1], rows[0][1]) for name, rows in expected.items() if name != "newton_schulz_seconds"]
+    assert len(values) == 5 and all(one == pytest.approx(other, rel=1e-5) for one, other in values)

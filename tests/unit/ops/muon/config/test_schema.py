@@ -101,22 +101,22 @@ def test_keys_of_adamw_that_change_nothing_are_accepted() -> None:
 
 # ---- adjust_lr_fn: auto ---------------------------------------------------------------------------------
 
-NO_RATE = "as in stock DeepSpeed, because lr is not set"
-STOCK_RATE = "as in stock DeepSpeed, because muon_lr and momentum are set"
-BY_RATE = "so that updates are as large as AdamW's, because lr is set and muon_lr, "
+NO_RATE = "because no learning rate is set"
 
 
 @pytest.mark.parametrize(
     ("section", "scale", "reason"),
     [
         ({"adjust_lr_fn": "auto", "nesterov": False}, "original", NO_RATE),
-        ({"weight_decay": 0.1, "betas": [0.9, 0.95]}, "original", NO_RATE),  # stock's 0.02 acts
-        ({"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.95}, "original", STOCK_RATE),
-        (ADAMW_SECTION | {"adjust_lr_fn": "auto"}, "match_rms_adamw", BY_RATE),
+        ({"weight_decay": 0.1, "momentum": 0.9}, "original", NO_RATE),  # stock's 0.02 acts
+        ({"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.95}, "original", "because muon_lr is set"),
+        ({"lr": 1e-3, "adam_lr": 0.02}, "original", "because adam_lr is set"),
+        ({"muon_lr": 0.1, "adam_lr": 0.02}, "original", "because muon_lr and adam_lr are set"),
+        (ADAMW_SECTION | {"adjust_lr_fn": "auto"}, "match_rms_adamw", "the default"),
         ({"rms_scale": 0.3, "muon_lr": 0.02}, "match_rms_adamw", "because rms_scale is set"),
-        (ADAMW_SECTION | {"rms_scale": 0.3}, "match_rms_adamw", "because rms_scale is set"),
-        ({"lr": 1e-3, "adjust_lr_fn": "original"}, "original", "set by adjust_lr_fn"),
-        ({"muon_lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"}, "match_rms_adamw", "set by adjust_lr_fn"),
+        (ADAMW_SECTION | {"rms_scale": 0.3, "momentum": 0.9}, "match_rms_adamw", "because rms_scale is set"),
+        ({"lr": 1e-3, "momentum": 0.9, "adjust_lr_fn": "original"}, "original", "as the config says"),
+        ({"muon_lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"}, "match_rms_adamw", "as the config says"),
     ],
     ids=str,
 )
@@ -125,15 +125,24 @@ def test_auto_scale(section: dict[str, Any], scale: str, reason: str) -> None:
     assert config.scale == scale and config.scale_reason.startswith(reason)
 
 
-@pytest.mark.parametrize("key", sorted(MuonConfig.model_fields.keys() - {"lr", "adjust_lr_fn", "rms_scale"}))
-def test_a_key_tuned_for_stock_decides_at_its_default_too_and_no_other_does(key: str) -> None:
+NOT_THE_SCALE = MuonConfig.model_fields.keys() - {"lr", "adjust_lr_fn", "rms_scale", "momentum", *STOCK_TUNING_KEYS}
+
+
+@pytest.mark.parametrize("key", sorted(NOT_THE_SCALE))
+def test_no_other_key_decides_the_scale(key: str) -> None:
     """Whoever goes from AdamW to Muon with AdamW's learning rate may add any other key, those to come included."""
     needed = {"normuon_beta2": {"normuon": True}, "momentum_warmup_steps": {"momentum_start": 0.5}}.get(key, {})
-    default = MuonConfig.model_fields[key].default
-    section = needed | {key: 0.5 if key in STOCK_TUNING_KEYS and default is None else default}
-    tuned = "original" if key in STOCK_TUNING_KEYS else "match_rms_adamw"
-    assert parse(ADAMW_SECTION | section).scale == tuned
+    section = needed | {key: MuonConfig.model_fields[key].default}
+    assert parse(ADAMW_SECTION | section).scale == "match_rms_adamw"
     assert parse({"muon_lr": 0.02} | section).scale == "original"
+
+
+@pytest.mark.parametrize("section", [{}, {"adjust_lr_fn": "auto"}, {"adjust_lr_fn": None}], ids=str)
+def test_momentum_beside_lr_needs_a_scale(section: dict[str, Any]) -> None:
+    """The key at its default must not change the scale, and another value would not tell whose lr it is."""
+    for momentum in (0.95, 0.9):
+        with pytest.raises(MuonConfigError, match=r'momentum: .*"original" if .*stock.*"match_rms_adamw" if .* AdamW'):
+            parse(ADAMW_SECTION | {"momentum": momentum} | section)
 
 
 def test_a_group_may_have_another_scale_than_the_one_that_rms_scale_or_a_preset_asks_for() -> None:
@@ -152,7 +161,7 @@ def test_a_group_may_have_another_scale_than_the_one_that_rms_scale_or_a_preset_
         ({"lr": 0.1}, {"lr": 0.1 + 2**-55}),
         ({"kernels": "auto"}, {"kernels": "torch"}),
         ({"muon_split": {"a": [1, 2]}}, {"muon_split": {"a": [2, 1]}}),
-        ({"lr": 1e-3}, {"lr": 1e-3, "momentum": 0.95}),
+        ({"lr": 1e-3}, {"lr": 1e-3, "adjust_lr_fn": "original"}),
     ],
     ids=["the last bit", "a word", "the order of sizes", "only the scale"],
 )
@@ -182,10 +191,10 @@ def test_a_preset_sets_its_values_any_of_which_may_be_taken_out(name: str) -> No
         ({"preset": "kimi_k2", "qk_clip": {"tau": 30}}, {"qk_clip": ClipOptions(tau=30)}),
         ({"preset": "moonlight", "ns_coefficients": "polar_express"}, {"ns_steps": None}),
         ({"preset": "kimi_k2", "adjust_lr_fn": None}, {"scale": "match_rms_adamw"}),
-        ({"preset": "kimi_k2", "adjust_lr_fn": "auto", "momentum": 0.9}, {"scale": "original"}),
+        ({"preset": "kimi_k2", "momentum": 0.9}, {"scale": "match_rms_adamw"}),
         ({"preset": "nanochat", "lr": 1e-3}, {"muon_lr": None, "adam_lr": None}),
         ({"preset": "nanochat", "weight_decay": 0.1}, {"muon_weight_decay": None, "adam_weight_decay": None}),
-        ({"preset": "nanochat", "muon_lr": 0.01}, {"muon_lr": 0.01, "adam_lr": 0.004}),
+        ({"preset": "nanochat", "muon_lr": 0.01}, {"muon_lr": 0.01, "adam_lr": 0.008}),
         ({"preset": "nanochat", "normuon": False}, {"normuon": False, "momentum_start": 0.85}),
     ],
     ids=str,
@@ -208,6 +217,6 @@ def test_the_log_says_what_a_preset_set() -> None:
     log = run(logged_at_start, 1, optimizer={"type": "Muon", "params": {"preset": "deepseek_v4", "lr": 1e-3}})[0]
     assert any(
         text == "deepspeed-muon: preset deepseek_v4 sets weight_decay 0.1, momentum 0.95, nesterov true, adjust_lr_fn "
-        '"match_rms_adamw", rms_scale 0.18, ns_coefficients "deepseek_v4", betas [0.9, 0.95], eps 1e-20'
+        '"match_rms_adamw", ns_coefficients "deepseek_v4", betas [0.9, 0.95], eps 1e-20, rms_scale 0.18'
         for _, text in log
     )

@@ -87,7 +87,7 @@ def test_the_verdict_is_the_side_of_zero_on_which_the_interval_lies(differences:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """The runs of a training that is made up: the loss is a parabola in the logarithm of the rate."""
-    found, bonus = [], {"Muon": 0.4, "NorMuon": 0.5, "cubic5": 0.3}
+    found, bonus = [], {"Muon": 0.4, "NorMuon": 0.5, "polar_express": 0.3}
 
     def train(runs: Runs, run: Run, folder: Path) -> None:
         found.append(run)
@@ -99,7 +99,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         if run.tau:
             (folder / "monitor").mkdir()
             logits = "step,layer\n16,0.5\n32,700.0\n48,90.0\n" if run.tau == WATCH else "step,layer\n16,0.5\n"
-            (folder / "monitor/Train_Muon_max_logit_blocks.0.attn.csv").write_text(logits)
+            (folder / "monitor/Train_Samples_max_logit_blocks.0.attn.csv").write_text(logits)
         (folder / "run.json").write_text(json.dumps({"run": asdict(run), "cpu_seconds": 1.5}))
 
     monkeypatch.setattr(Runs, "_train", train)
@@ -110,12 +110,13 @@ def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
     trained: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With jobs in parallel, tables, charts and CSV; studies of widths and of clipping, and a variant of `--also`."""
-    words = "--steps 3 --seeds 3 --finalists 1 --variants NorMuon cubic5 AOL --also AOL --widths 64 128"
+    words = "--steps 3 --seeds 3 --finalists 1 --variants NorMuon polar_express deepseek_v4 --also deepseek_v4"
+    words += " --widths 64 128"
     monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(tmp_path), *words.split()])
     experiments.main()
     first = list(trained)
     assert {run.seed for run in first if run.variant == "NorMuon"} == {0, 1, 2, 3}
-    assert {run.seed for run in first if run.variant == "cubic5"} == {0}
+    assert {run.seed for run in first if run.variant == "polar_express"} == {0}
     text = (tmp_path / "experiments.md").read_text()
     assert "| NorMuon | 0.064 | 0 | 3 |" in text
     assert "| -0.1000 (-0.1000 to -0.1000) | better |" in text
@@ -124,7 +125,7 @@ def test_finalists_are_judged_by_fresh_seeds_and_no_run_is_repeated(
         lines = list(csv.DictReader(file))
     assert len(lines) == len(first) == len(set(first))
     assert {line["cpu_seconds"] for line in lines} == {"1.5"}
-    assert "| AOL | 0.064 | 0 | 3 |" in text
+    assert "| deepseek_v4 | 0.064 | 0 | 3 |" in text
     assert "| 64 | 0.064* | 0.064 | 2.0000 | 1.6000 | -0.4000 | 33% |" in text
     assert "| 0.256 (4 x) | not clipped | 700.0 |" in text and "| 0.256 (4 x) | 30 | 0.5 |" in text
     assert min((tmp_path / f"{name}.png").stat().st_size for name in ("experiments", "width", "qk_clip")) > 5000

@@ -12,17 +12,10 @@ from torch import Tensor, nn
 
 from deepspeed.muon.math.coefficients import NAMED
 from helpers import wrong_configs
-from helpers.oracles import OracleConfig, newton_schulz_fp64, over_norm, route, train_oracle
-from helpers.rules import almost_orthogonal, muon_plus, normuon, unit_columns, unit_rows
+from helpers.oracles import OracleConfig, newton_schulz_fp64, route, train_oracle
+from helpers.rules import muon_plus, normuon, unit_columns, unit_rows
 from helpers.training import BF16_MASTERS
 
-#: What `muon_plus` normalizes, in order.
-SIDES = {
-    "rows": (unit_rows,),
-    "columns": (unit_columns,),
-    "rows_columns": (unit_rows, unit_columns),
-    "columns_rows": (unit_columns, unit_rows),
-}
 SIMPLE = [3.4445, -4.7750, 2.0315]
 CUBIC = [1.5, -0.5, 0.0]
 #: Key of `optimizer.params` -> allowed values; `None` leaves the key out.
@@ -43,16 +36,14 @@ VALID: dict[str, list[Any]] = {
     "normuon": [True, True, False],
     "normuon_beta2": [0.5, 0.95],
     "muon_eq": ["none", "rows", "columns"],
-    "muon_plus": ["none", *SIDES],
+    "muon_plus": [True, False],
     "muon_include": [[], "layers", [r"layers\.0", "weight"]],
     "muon_exclude": [[], r"layers\.1", ["layers.0.weight", "bias"], ".*"],
-    "adjust_lr_fn": ["auto", "original", "match_rms_adamw", "spectral_unclamped", "none", "rms_norm", "shape_scaling"],
+    "adjust_lr_fn": ["auto", "original", "match_rms_adamw", "spectral_unclamped", "none"],
     "rms_scale": [0.2, 0.4, 1],
     "ns_method": ["auto", "standard", "gram"],
-    "ns_tuning": ["shipped", "measured"],
     "ns_steps": [1, 3, 5, 6],
     "ns_coefficients": [*NAMED, SIMPLE, CUBIC, [SIMPLE] * 3, [SIMPLE, CUBIC]],
-    "ns_normalization": ["frobenius", "aol", "aol"],
     "ns_dtype": ["auto", "bf16", "bfloat16", "fp16", "fp32", "fp32", "fp32"],
     "wire_dtype": ["auto", "auto", "bf16", "fp32"],
     "kernels": ["auto", "torch"],
@@ -177,13 +168,14 @@ def contradictions(config: dict[str, Any]) -> list[str]:
         )
     if steps is not None and length != 1 and steps != length:
         found.append("ns_steps")
-    others = {"original", "spectral_unclamped", "none", "shape_scaling"}
+    others = {"original", "spectral_unclamped", "none"}
     if "rms_scale" in params and params.get("adjust_lr_fn") in others:
         found.append("rms_scale")
+    is_scale_clear = "rms_scale" in params or params.get("adjust_lr_fn", "auto") != "auto" or STOCK_MUON & params.keys()
+    if "lr" in params and "momentum" in params and not is_scale_clear:
+        found.append("momentum")
     if "momentum_warmup_steps" in params and "momentum_start" not in params:
         found.append("momentum_warmup_steps")
-    if params.get("ns_normalization") == "aol" and params.get("ns_dtype") == "fp16":
-        found.append("ns_dtype")
     if "bf16" in config:
         offloads = config["zero"].get("offload_optimizer", {}).get("device", "none") != "none"
         found += ["bf16.bf16_master_weights_and_grads"] * offloads
@@ -196,8 +188,6 @@ def contradictions(config: dict[str, Any]) -> list[str]:
         found += ["torch_autocast.dtype"] * (autocast["dtype"] == "float16")
     if "normuon_beta2" in params and not flag(params.get("normuon", False)):
         found.append("normuon_beta2")
-    if flag(params.get("normuon", False)) and params.get("muon_plus", "none") != "none":
-        found.append("muon_plus")
     return found
 
 
@@ -224,8 +214,7 @@ def sample(count: int) -> list[Case]:
     return []
 
 
-STOCK_MUON = {"muon_lr", "adam_lr", "momentum"}
-PEERS = {"rms_norm": "match_rms_adamw", "shape_scaling": "original"}
+STOCK_MUON = {"muon_lr", "adam_lr"}
 
 
 def keys_given(config: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +226,7 @@ def scale_of(params: dict[str, Any]) -> str:
     """Return `adjust_lr_fn`, resolved as docs/configuration.md says."""
     name = params.get("adjust_lr_fn", "auto")
     if name != "auto":
-        return PEERS.get(name, name)
+        return name
     is_adamws = "lr" in params and not STOCK_MUON & params.keys()
     return "match_rms_adamw" if "rms_scale" in params or is_adamws else "original"
 
@@ -266,7 +255,6 @@ def oracle_config(config: dict[str, Any], ranks: int) -> OracleConfig:
     factor = params.get("rms_scale", 0.2) / 0.2 if scale_of(params) == "match_rms_adamw" else 1.0
     before = {"rows": unit_rows, "columns": unit_columns}.get(params.get("muon_eq"), lambda matrix: matrix)
 
-    start = almost_orthogonal if params.get("ns_normalization") == "aol" else over_norm
     momentum, first = params.get("momentum", 0.95), params.get("momentum_start")
     steps, decay_steps = params.get("momentum_warmup_steps", 300), params.get("muon_weight_decay_steps")
 
@@ -279,10 +267,10 @@ def oracle_config(config: dict[str, Any], ranks: int) -> OracleConfig:
         }
 
     def after(matrix: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        if flag(params.get("muon_plus", False)):
+            matrix = muon_plus(matrix, memory)
         if flag(params.get("normuon", False)):
             matrix = normuon(matrix, memory, params.get("normuon_beta2", 0.95))
-        elif sides := SIDES.get(params.get("muon_plus")):
-            matrix = muon_plus(*sides)(matrix, memory)
         return matrix * factor
 
     return OracleConfig(
@@ -292,7 +280,7 @@ def oracle_config(config: dict[str, Any], ranks: int) -> OracleConfig:
         weight_decay=params.get("muon_weight_decay", decay),
         cautious=params.get("cautious_weight_decay", False),
         scale=scale_of(params),
-        orthogonalize=lambda matrix: newton_schulz_fp64(matrix, schedule, start),
+        orthogonalize=lambda matrix: newton_schulz_fp64(matrix, schedule),
         varying=varying,
         before=before,
         after=after,

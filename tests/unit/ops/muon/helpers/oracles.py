@@ -34,22 +34,15 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 """Factor of the learning rate for a matrix of (rows, columns)."""
 
 
-def over_norm(matrix: Tensor) -> Tensor:
-    """Return `matrix` / |matrix|; zero stays zero."""
-    return matrix / matrix.norm().clamp(min=torch.finfo(torch.float64).tiny)
+def newton_schulz_fp64(matrix: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
+    """Newton-Schulz iteration aX + (bA + cAA)X, A = XX', from X = matrix / |matrix|, in float64.
 
-
-def newton_schulz_fp64(
-    matrix: Tensor, coefficients: Coefficients = QUINTIC, start: Callable[[Tensor], Tensor] = over_norm
-) -> Tensor:
-    """Newton-Schulz iteration aX + (bA + cAA)X, A = XX', from X = start(matrix), in float64.
-
-    `matrix` (rows, columns) of any floating dtype; `start` gets it with no more rows than columns. The result
-    (rows, columns) is float64, and zero for zero.
+    `matrix` (rows, columns) of any floating dtype. The result (rows, columns) is float64, and zero for zero.
     """
     assert matrix.ndim == 2
     tall = matrix.shape[0] > matrix.shape[1]
-    x = start(matrix.double().T if tall else matrix.double())
+    x = matrix.double().T if tall else matrix.double()
+    x = x / x.norm().clamp(min=torch.finfo(torch.float64).tiny)
     for a, b, c in coefficients:
         gram = x @ x.T
         x = a * x + (b * gram + c * (gram @ gram)) @ x

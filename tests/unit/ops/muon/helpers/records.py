@@ -32,9 +32,3 @@ def records(folder: Path) -> Records:
             rows = list(csv.reader(lines))[1:]
         found[file.stem.removeprefix("Train_Muon_")] = [(int(samples), float(value)) for samples, value in rows]
     return found
-
-
-def of_parameters(found: Records) -> Records:
-    """Return only the records of layers and parameters."""
-    measures = ("update_to_weight_", "cautious_decay_", "orthogonality_error_", "effective_rank_", "max_logit_")
-    return {name: rows for name, rows in found.items() if name.startswith(measures)}

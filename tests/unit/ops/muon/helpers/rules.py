@@ -3,7 +3,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,22 +34,14 @@ def normuon(matrix: Tensor, memory: Memory, beta2: float = 0.95) -> Tensor:
     return scaled * (matrix.norm() / scaled.norm())
 
 
-def muon_plus(*sides: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Memory], Tensor]:
-    """Muon+: normalize by `sides` in order, then scale to the norm sqrt(min(rows, columns)) of an orthogonal matrix."""
-
-    def normalize(matrix: Tensor, memory: Memory) -> Tensor:
-        for side in sides:
-            matrix = side(matrix)
-            matrix = matrix * (math.sqrt(min(matrix.shape)) / matrix.norm())
-        return matrix
-
-    return normalize
+def muon_plus(matrix: Tensor, memory: Memory) -> Tensor:
+    """Muon+ of nanochat: scale the matrix to the norm sqrt(min(rows, columns)) of an orthogonal one."""
+    return matrix * (math.sqrt(min(matrix.shape)) / matrix.norm()) if matrix.any() else matrix
 
 
-def almost_orthogonal(matrix: Tensor) -> Tensor:
-    """AOL: divide each row by the root of the sum of |its product with each row|; rows of zeros stay."""
-    sums = [sum(abs(row @ other) for other in matrix) for row in matrix]
-    return torch.stack([row / total.sqrt() if total > 0 else row for row, total in zip(matrix, sums, strict=True)])
+def muon_plus_and_normuon(matrix: Tensor, memory: Memory) -> Tensor:
+    """Muon+, then NorMuon, which keeps the norm."""
+    return normuon(muon_plus(matrix, memory), memory)
 
 
 def warm_up(step: int) -> dict[str, float]:
@@ -74,15 +65,14 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "muon_eq, rows": ({"muon_eq": "rows"}, {"before": unit_rows}),
     "muon_eq, columns": ({"muon_eq": "columns"}, {"before": unit_columns}),
-    "muon_plus, rows": ({"muon_plus": "rows"}, {"after": muon_plus(unit_rows)}),
-    "muon_plus, columns, rows": ({"muon_plus": "columns_rows"}, {"after": muon_plus(unit_columns, unit_rows)}),
-    "aol": (
-        {"ns_normalization": "aol", "ns_steps": 4},
-        {"orthogonalize": lambda matrix: newton_schulz_fp64(matrix, QUINTIC[:4], almost_orthogonal)},
-    ),
+    "muon_plus": ({"muon_plus": True}, {"after": muon_plus}),
     "momentum": ({"momentum_start": 0.5, "momentum_warmup_steps": 3}, {"varying": warm_up}),
     "decay": ({"weight_decay": 1.0, "muon_weight_decay_steps": 3}, {**_DECAY, "varying": decay_to_zero}),
     "muon_eq and normuon": ({"muon_eq": "rows", "normuon": True}, {"before": unit_rows, "after": normuon}),
+    "all of nanochat's": (
+        {"muon_eq": "rows", "muon_plus": True, "normuon": True},
+        {"before": unit_rows, "after": muon_plus_and_normuon},
+    ),
 }
 #: The settings that :class:`deepspeed.muon.math.rules.Rules` implements.
 OF_MATRICES = [rule for rule, (_, settings) in RULES.items() if settings.keys() & {"before", "after"}]
@@ -95,13 +85,12 @@ Setting = tuple[dict[str, Any], dict[str, Any]]
 CHOICES: list[list[Setting]] = [
     [
         ({}, {}),
-        *(RULES[rule] for rule in ("normuon", "muon_plus, rows", "muon_plus, columns, rows")),
-        ({"normuon": True, "muon_plus": "rows"}, {"refused": "muon_plus"}),
+        *(RULES[rule] for rule in ("normuon", "muon_plus")),
+        ({"normuon": True, "muon_plus": True}, {"after": muon_plus_and_normuon}),
     ],
     [({}, {}), *(RULES[rule] for rule in ("muon_eq, rows", "muon_eq, columns"))],
     [
         ({}, {}),
-        RULES["aol"],
         ({"ns_steps": 6}, {"orthogonalize": lambda matrix: newton_schulz_fp64(matrix, (*QUINTIC, QUINTIC[0]))}),
     ],
     [({}, {}), RULES["momentum"]],

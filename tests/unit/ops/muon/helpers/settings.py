@@ -346,7 +346,7 @@ SETTINGS: dict[str, Setting] = {
     "fused projections": Setting(ways.Layouts(), grid((0, 1, 2, 3), (2, 1, 3), model="layouts")),
     **{
         f"fused projections, {rule}": Setting(ways.Layouts(), grid((2, 3, 0, 1), model="layouts"), *RULES[rule])
-        for rule in ("normuon", "muon_eq, rows", "muon_plus, columns, rows")
+        for rule in ("normuon", "muon_eq, rows", "muon_plus")
     },
     "fused projections as one matrix": Setting(
         ways.Layouts(), grid((1, 2, 3, 0), model="layouts"), {"muon_fused": "whole"}

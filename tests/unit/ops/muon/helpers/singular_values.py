@@ -43,17 +43,7 @@ def image(values: Tensor, triples: Schedule) -> Tensor:
     return values
 
 
-def normalized(x: Tensor, normalization: str = "frobenius") -> Tensor:
-    """Return a batch in fp64 as it enters the first step. AOL scales the rows, or the columns of tall matrices."""
-    x = x.double()
-    if normalization == "frobenius":
-        return x / torch.linalg.matrix_norm(x, keepdim=True)
-    if x.size(-2) > x.size(-1):
-        return normalized(x.mT, "aol").mT
-    return x / (x @ x.mT).abs().sum(-1, keepdim=True).clamp(min=1e-300).sqrt()
-
-
-def reference(x: Tensor, triples: Schedule, normalization: str = "frobenius") -> Tensor:
-    """Return U diag(p(s)) V' in float64 of a normalized batch U diag(s) V'; p composes the polynomials of all steps."""
-    u, s, vh = torch.linalg.svd(normalized(x, normalization), full_matrices=False)
+def reference(x: Tensor, triples: Schedule) -> Tensor:
+    """Return U diag(p(s)) V' in float64 of a batch U diag(s) V' of norm 1; p composes the polynomials of all steps."""
+    u, s, vh = torch.linalg.svd(x.double() / torch.linalg.matrix_norm(x.double(), keepdim=True), full_matrices=False)
     return (u * image(s, triples).unsqueeze(-2)) @ vh

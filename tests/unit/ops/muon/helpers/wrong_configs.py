@@ -16,62 +16,49 @@ from helpers.models import Mlp
 from helpers.refusals import CPU, NVME
 from helpers.training import ds_config
 
-#: Misspelt keys of optimizer.params, and keys of other projects.
-KEYS = """
-    mometum beta weigth_decay muon-lr LR learning_rate learning_rate_muon ns_step newton_schulz_steps nestrov adjust_lr
-    muon_momentum mu rms_rate adam_betas momentum_beta muon_lr_scale aux_adam_lr bucket_size normoun muon_split_qkv
-    schedule_free use_muon
-"""
+#: Misspelt and removed keys of optimizer.params, and keys of other projects.
+KEYS = "mometum muon-lr LR bucket_size schedule_free learning_rate wd backend_steps use_muon ns_tuning"
 #: Key of optimizer.params -> wrong values.
 VALUES: dict[str, list[Any]] = {
-    "amsgrad": [True, 0],
-    "maximize": [True],
+    "amsgrad": [True],
     "decoupled_weight_decay": [False],
-    "bias_correction": ["false"],
     "foreach": ["yes"],
-    "lr": ["fast", "auto", [0.1], True, -1e-3, math.nan, math.inf, "nan", "inf", "1e999", "1e-3 ", "\u0661", ""],
+    "lr": ["fast", "auto", [0.1], True, -1e-3, math.nan, "inf", "1e-3 "],
     "muon_lr": ["auto"],
-    "momentum": [1.0, -0.1],
+    "momentum": [1.0],
     "momentum_dtype": ["fp16"],
-    "nesterov": ["maybe", "yes", "False", 1],
-    "weight_decay": [-0.1],
-    "adam_weight_decay": ["none"],
-    "betas": [0.9, [0.9, 1.0], [0.9, 0.95, 0.99], ["0.9", "0,95"]],
-    "eps": [-1e-8, "1.0e_8"],
-    "ns_steps": [0, 51, 2.5, math.inf, "five", "1_0", True],
-    "ns_method": ["grams", "Standard"],
-    "ns_tuning": ["measure"],
-    "ns_dtype": ["fp8", "bfloat"],
-    "ns_normalization": ["AOL"],
-    "ns_coefficients": ["simpel", 3, [], [[1, 2]], [[1, 2, "x"]], [[math.nan, 1, 1]]],
-    "wire_dtype": ["fp16", "Half"],
+    "nesterov": ["False", 1],
+    "adam_weight_decay": [-0.1],
+    "betas": [0.9, [0.9, 1.0], ["0.9", "0,95"]],
+    "eps": ["1.0e_8"],
+    "ns_steps": [0, 2.5, "five"],
+    "ns_method": ["grams"],
+    "ns_dtype": ["fp8"],
+    "ns_coefficients": ["simpel", "you", 3, [[1, 2]]],
+    "wire_dtype": ["fp16"],
     "kernels": ["tourch"],
-    "bucket_bytes": ["128MB", 0, True],
-    "adjust_lr_fn": ["match_rms_adam", "spectral"],
+    "bucket_bytes": ["128MB"],
+    "adjust_lr_fn": ["match_rms_adam"],
     "rms_scale": [0],
     "normuon_beta2": [0.9],
     "momentum_warmup_steps": [300],
     "muon_weight_decay_steps": [0],
     "preset": ["kimi"],
-    "qk_clip": [True, {"thau": 50}, {"tau": 0}, {"tau": "1_00"}, {"alpha": 1.5}, {"logits": "sample"}],
+    "qk_clip": [True, {"thau": 50}, {"tau": 0}, {"logits": "sample"}],
     "muon_eq": ["row"],
-    "per_head_muon": [True, 4],
+    "muon_plus": ["columns_rows"],
+    "per_head_muon": [True],
     "muon_split": [
         ["qkv"],
-        *({"qkv": sizes} for sizes in ("rows", 3, [], [3, -1], [True], {"size": [3]}, [64, 64, 64])),
-        *({"qkv": {"sizes": [1]} | more} for more in ({"axis": 2}, {"groups": 0}, {"groups": 2, "axis": 1})),
+        *({"qkv": sizes} for sizes in ("rows", [3, -1], {"size": [3]}, {"sizes": [1], "axis": 2}, [64, 64, 64])),
+        {"qkv": {"sizes": [1], "groups": 2, "axis": 1}},
         {"(": [1]},
         {"layers.0": [3, 4]},
     ],
     "muon_fused": ["spilt"],
-    "muon_conv": ["flat"],
-    "muon_lora": ["A"],
-    "tp_mode": ["sharded"],
-    "fp32_optimizer_states": [False, 1],
-    "adam_w_mode": [2],
-    "import_momentum": ["exp_avg"],
+    "fp32_optimizer_states": [False],
     "monitor_interval": [-1],
-    "muon_include": ["(up", "router"],
+    "muon_include": ["router"],
     "muon_exclude": [["layers", "atention"]],
 }
 WRONG = {"momentumm": 0.9, "ns_steps": 0}
@@ -79,15 +66,15 @@ WRONG = {"momentumm": 0.9, "ns_steps": 0}
 PARAMS: list[dict[str, Any]] = [
     *({key: 0.1} for key in KEYS.split()),
     *({key: value} for key, values in VALUES.items() for value in values),
-    {"muon_learning_rate": 0.1, "adam_learning_rate": 0.1},
     dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
     WRONG | {"lr": -1, "per_head_muon": 2, "betas": [2, 3], "max_grad_norm": 1.0},
-    {"ns_coefficients": "you", "ns_steps": 4},
+    {"ns_coefficients": "polar_express", "ns_steps": 4},
     {"rms_scale": 0.3, "adjust_lr_fn": "original"},
+    {"lr": 1e-3, "momentum": 0.95},
     {"preset": "moonlight", "momentun": 0.9},
     {"preset": "nanochat", "rms_scale": 0.2},
-    {"ns_normalization": "aol", "ns_dtype": "fp16"},
-    {"normuon": True, "muon_plus": "rows"},
+    {"ns_normalization": "aol"},
+    {"owners_per_matrix": 2},
 ]
 
 
@@ -128,9 +115,8 @@ GROUPS: list[dict[str, Any]] = [
     {"momentun": 0.9},
     {"momentum": 1.5},
     {"ns_steps": 3},
-    {"maximize": True},
+    {"ns_tuning": "shipped"},
     {"wd": 0.1},
-    {"lr": "1e_3"},
 ]
 
 

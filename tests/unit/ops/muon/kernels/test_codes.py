@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A momentum in int8: its rounding, its kernels against their twin and float64, what rounding to nearest loses."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from deepspeed.muon.kernels.codes import BLOCK, LEVELS, SMALLEST, block_count, d
 from deepspeed.muon.kernels.rounding import key_of, noise
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, Blocks, Rows, zero_codes
 from helpers.kernels import FLOATS, is_interpreted, randn, relative
 
 SIZES = [1, 31, 127, 128, 129, 1000, reference.CPU_CHUNK + 77]
@@ -30,8 +30,8 @@ def encoded(values: Tensor, uniform: Tensor | float = 0.5) -> Codes:
     return codes, absmax
 
 
-def decoded(codes: Tensor, absmax: Tensor, skipped: int = 0) -> Tensor:
-    return decode(codes, absmax, skipped, torch.full((absmax.numel() * BLOCK,), torch.nan)).clone()
+def decoded(codes: Tensor, absmax: Tensor) -> Tensor:
+    return decode(codes, absmax, torch.full((absmax.numel() * BLOCK,), torch.nan)).clone()
 
 
 def uniform(numel: int, step: int = 1, name: str = "w") -> Tensor:
@@ -110,111 +110,83 @@ def test_what_is_not_finite_stays_so() -> None:
 # ---- kernels ------------------------------------------------------------------------------------------------
 
 
-def look(kernels: Operations, state: Codes, grad: Tensor, out: Tensor, nesterov: bool = True, first: int = 0) -> None:
-    """At all elements from ``first`` on."""
-    block, skipped = divmod(first, BLOCK)
-    numel = out.numel()
-    place = state[0][first : first + numel], state[1][block : block_count(first + numel)], skipped
-    kernels.look_ahead(*place, grad[first : first + numel], out, numel, numel, 0.95, nesterov, Workspace())
-
-
 @pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
 def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_dtype: torch.dtype) -> None:
-    """The look-ahead is that of the unrounded momentum, whose codes are those of the definition."""
+    """The input of Newton-Schulz is that of the unrounded momentum, whose codes are those of the definition."""
     for numel in SIZES:
         state, grad = encoded(randn(numel)), randn(numel, seed=1, dtype=grad_dtype)
-        before = [part.clone() for part in state]
         momentum = decoded(*state).lerp(grad.float(), 0.05)
+        codes, absmax = encoded(momentum, uniform(numel))
         for nesterov, expected in ((True, torch.lerp(grad.float(), momentum, 0.95)), (False, momentum)):
             for out_dtype in (torch.float32, torch.bfloat16):
                 out = torch.full((numel,), torch.nan, dtype=out_dtype)
-                look(kernels, state, grad, out, nesterov)
-                assert out.equal(expected.to(out_dtype)) and all(map(torch.equal, state, before))
-        codes, absmax = encoded(momentum, uniform(numel))
-        for nesterov in (True, False):
-            for out_dtype in (torch.float32, torch.bfloat16, None):
-                expected, out = torch.empty(2, numel, dtype=out_dtype)
-                look(kernels, state, grad, expected, nesterov)
                 kept = [part.clone() for part in state]
-                target = None if out_dtype is None else out
-                kernels.advance_codes(*kept, grad, target, 0.95, nesterov, key_of("w", 1), 0, Workspace())
+                kernels.advance_codes(*kept, grad, out, 0.95, nesterov, key_of("w", 1), 0, Workspace())
+                assert out.equal(expected.to(out_dtype))
                 assert kept[0].equal(codes) and kept[1].equal(absmax), numel
-                assert target is None or target.equal(expected)
 
 
-@pytest.mark.parametrize(
-    ("cols", "pitch", "first"),
-    [(37, 101, 0), (64, 192, 77), (1, 3, 5), (300, 300, 129), (LONG, LONG + 57, 0)],
-)
-def test_rows_that_lie_apart(kernels: Operations, cols: int, pitch: int, first: int) -> None:
-    """As columns of a matrix do; many more than one chunk's, or longer than a chunk. What lies between is not read."""
-    rows = 2 if cols == LONG else 2 * reference.CPU_CHUNK // pitch + 3
-    numel = first + (rows - 1) * pitch + cols
-    state, grad = encoded(randn(numel)), randn(numel, seed=1)
-    whole, out = torch.empty(numel), torch.empty(rows * cols)
-    look(kernels, state, grad, whole)
-    expected = torch.as_strided(whole, (rows, cols), (pitch, 1), first).reshape(-1)
-    block, skipped = divmod(first, BLOCK)
-    args = state[0][first:], state[1][block:], skipped, grad[first:], out, cols, pitch
-    kernels.look_ahead(*args, 0.95, True, Workspace())
-    assert out.equal(expected)
-
-
-def codes_as_the_twin(
-    kernels: Operations, numel: int, cols: int, pitch: int, skipped: int, first: int, dtype: torch.dtype
-) -> None:
+def codes_as_the_twin(kernels: Operations, numel: int, first: int, dtype: torch.dtype) -> None:
     """Averages with weight 1/4 of such values are rounded once in any arithmetic. Some blocks become too small."""
-    codes = torch.randint(-127, 128, (skipped + numel,), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    codes = torch.randint(-127, 128, (numel,), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     absmax = torch.exp2(torch.arange(block_count(codes.numel())) * 7 % 30 - 15.0)
     absmax[10:15:2], absmax[11:15:2] = 2.0**-100, 2.0**120
     grad = randn(codes.numel(), seed=1).bfloat16().to(dtype)
     for block, magnitude in ((3, 1.0), (5, SMALLEST), (6, SMALLEST / 2), (8, 0.0), (15, 0.0)):
         absmax[block : block + 1] = magnitude
         grad[block * BLOCK : (block + 1) * BLOCK if block < 8 else 0] = 0.0
-    rows = (numel - cols) // pitch + 1
     found = []
     for table in (reference.OPERATIONS, kernels):
-        out, state = torch.empty(2, rows * cols), (codes.clone(), absmax.clone())
+        out, state = torch.empty(2, numel), (codes.clone(), absmax.clone())
         for nesterov in (False, True):
-            args = state[0][skipped:], state[1], skipped, grad[skipped:], out[int(nesterov)], cols, pitch
-            table.look_ahead(*args, 0.75, nesterov, Workspace())
-        both = torch.empty(codes.numel())
-        table.advance_codes(*state, grad, both, 0.75, nesterov, key_of("w", 3), first, Workspace())
-        table.advance_codes(*state, grad, None, 0.75, nesterov, key_of("w", 4), first, Workspace())
-        found.append((torch.cat([out.view(-1), both]), *state))
+            key = key_of("w", 3 + nesterov)
+            table.advance_codes(*state, grad, out[int(nesterov)], 0.75, nesterov, key, first, Workspace())
+        found.append((out, *state))
     (out, codes, absmax), (ours, *state) = found
-    assert relative(ours, out) <= 1e-7
+    assert relative(ours[0], out[0]) <= 1e-7 and relative(ours[1], out[1]) <= 1e-7
     assert state[0].equal(codes) and state[1].equal(absmax)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("numel", "cols", "pitch", "skipped", "first"),
-    [(5000, 5000, 5000, 0, 0), (2049, 2049, 2049, 77, 2**32 - 5), (6000, 37, 101, 5, 2**31 - 100), (1, 1, 1, 0, 0)],
-)
-def test_the_codes_are_the_twins(
-    on: Any, numel: int, cols: int, pitch: int, skipped: int, first: int, dtype: torch.dtype
-) -> None:
-    on(codes_as_the_twin, numel=numel, cols=cols, pitch=pitch, skipped=skipped, first=first, dtype=dtype)
+@pytest.mark.parametrize(("numel", "first"), [(5000, 0), (2049, 2**32 - 5), (6000, 2**31 - 100), (1, 0)])
+def test_the_codes_are_the_twins(on: Any, numel: int, first: int, dtype: torch.dtype) -> None:
+    on(codes_as_the_twin, numel=numel, first=first, dtype=dtype)
 
 
 def step_in_slices(kernels: Operations) -> None:
     numel = 6000 if is_interpreted(kernels) else LONG
-    state, grad, out = encoded(randn(numel)), randn(numel, seed=1), torch.empty(numel)
-    look(kernels, state, grad, out)
-    cuts = [0, 1, 78, 128, 5000, numel]
-    for first, end in pairwise(cuts):
-        part = torch.empty(end - first)
-        look(kernels, state, grad, part, first=first)
-        assert part.equal(out[first:end])
+    state, grad, (whole, parts) = encoded(randn(numel)), randn(numel, seed=1), torch.empty(2, numel)
     sliced = [part.clone() for part in state]
-    kernels.advance_codes(*state, grad, None, 0.95, True, (3, 4), 2**32 - 1000, Workspace())
+    kernels.advance_codes(*state, grad, whole, 0.95, True, (3, 4), 2**32 - 1000, Workspace())
     for first, end in ((0, 5 * BLOCK), (5 * BLOCK, numel)):
         here = sliced[0][first:end], sliced[1][first // BLOCK : block_count(end)]
-        kernels.advance_codes(*here, grad[first:end], None, 0.95, True, (3, 4), 2**32 - 1000 + first, Workspace())
-    assert all(map(torch.equal, state, sliced))
+        more = grad[first:end], parts[first:end], 0.95, True, (3, 4), 2**32 - 1000 + first
+        kernels.advance_codes(*here, *more, Workspace())
+    assert all(map(torch.equal, (*state, whole), (*sliced, parts)))
 
 
 def test_slices_change_no_bit(on: Any) -> None:
-    """Looking ahead from any element; rounding from any block, with the number of its first element."""
+    """Rounding from any block, with the number of its first element."""
     on(step_in_slices)
+
+
+# ---- pieces of matrices in a tensor ---------------------------------------------------------------------------
+
+
+def test_each_piece_has_blocks_of_its_own_wherever_its_rows_lie() -> None:
+    """Rows of two matrices in turn, then columns of a third one, between padding that is not a number."""
+    tensor = randn(4000)
+    pieces = [Rows(10, 20, 37, 74), Rows(47, 20, 37, 74), Rows(1600, 1, 1500, 1500), Rows(3200, 30, 3, 21)]
+    blocks = Blocks(pieces)
+    state = zero_codes(tensor.shape, blocks, tensor.device)
+    assert blocks.count == state[ABSMAX].numel() == sum(block_count(piece.numel) for piece in pieces)
+    blocks.write(state, 0, tensor)
+    found = blocks.read_into(torch.full((4000,), torch.nan), state)
+    for piece in pieces:
+        values = piece.of(tensor).reshape(-1)
+        codes, absmax = encoded(values.clone())
+        assert piece.of(state[CODES]).reshape(-1).equal(codes) and blocks.absmax(state, piece.start).equal(absmax)
+        assert piece.of(found).reshape(-1).equal(decoded(codes, absmax))
+        piece.of(found).fill_(torch.nan)
+    assert found.isnan().all()
+    assert blocks.read(state, 1600, 3100, tensor.device).equal(decoded(*encoded(tensor[1600:3100].clone())))

@@ -314,11 +314,10 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
         assert not module.normalize(x, x, 1.0)
     codes, magnitudes = torch.ones(64, dtype=torch.int8), torch.ones(1)
     for wrong in (wide.double(), wide[:63], torch.cat([wide, wide])[::2]):
-        assert not module.advance_codes(codes, magnitudes, wrong, None, 0.9, True, (1, 2), 0)
+        assert not module.advance_codes(codes, magnitudes, wrong, wide, 0.9, True, (1, 2), 0)
         assert not module.advance_codes(codes, magnitudes, wide, wrong, 0.9, True, (1, 2), 0)
-        assert not module.look_ahead(codes, magnitudes, 0, wrong, wide, 64, 64, 0.9, True)
-    assert not module.advance_codes(codes.int(), magnitudes, wide, None, 0.9, True, (1, 2), 0)
-    assert not module.advance_codes(codes, magnitudes.double(), wide, None, 0.9, True, (1, 2), 0)
+    assert not module.advance_codes(codes.int(), magnitudes, wide, wide, 0.9, True, (1, 2), 0)
+    assert not module.advance_codes(codes, magnitudes.double(), wide, wide, 0.9, True, (1, 2), 0)
     assert codes.eq(1).all()
     for name in ("buffer", "param"):
         tensors = operands(64)
@@ -337,7 +336,7 @@ def test_neither_slices_nor_threads_change_a_bit(on: Any) -> None:
     on(step_in_slices)
 
 
-TEMPORARIES = {"advance_rounded": 16, "cautious apply_": 5, "look_ahead": 8, "advance_codes": 16}
+TEMPORARIES = {"advance_rounded": 16, "cautious apply_": 5, "advance_codes": 16}
 """Bytes per element of a chunk."""
 
 
@@ -349,7 +348,6 @@ def test_the_temporaries_of_pytorch_are_those_of_a_chunk(name: str) -> None:
         {
             "advance_rounded": lambda: reference.advance_rounded(out.bfloat16(), grad, out, 0.9, True, (1, 2), 0, work),
             "cautious apply_": lambda: reference.apply_(out, grad, 0.5, 1.0, 0.1, True, work),
-            "look_ahead": lambda: reference.look_ahead(*codes, 0, grad, out, numel, numel, 0.9, True, work),
             "advance_codes": lambda: reference.advance_codes(*codes, grad, out, 0.9, True, (1, 2), 0, work),
         }[name]()
         assert work.nbytes() == TEMPORARIES[name] * reference.CPU_CHUNK

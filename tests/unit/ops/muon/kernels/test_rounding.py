@@ -137,7 +137,7 @@ def rounded_to_int8(values: Tensor, step: int, to_nearest: bool) -> Tensor:
     uniform: Any = 0.5 if to_nearest else (bits(values.numel(), step=step) | 1) / 2**16
     codes, absmax = torch.empty(values.numel(), dtype=torch.int8), torch.empty(values.numel() // BLOCK)
     encode(values.clone(), codes, absmax, uniform)
-    return decode(codes, absmax, 0, torch.empty_like(values)).clone()
+    return decode(codes, absmax, torch.empty_like(values)).clone()
 
 
 @pytest.mark.parametrize(

@@ -88,17 +88,9 @@ ELEMENTWISE: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         for grad, out, nesterov in (("*fp32", "*bf16", True), ("*bf16", "*fp32", False), ("*fp16", "*fp16", True))
     ),
     (
-        "look_ahead_kernel",
-        {"codes_ptr": "*i8", "absmax_ptr": "*fp32", "grad_ptr": "*fp32", "out_ptr": "*bf16"},
-        {"IS_WHOLE": True, "NESTEROV": True} | BLOCK,
-    ),
-    *(
-        (
-            "advance_codes_kernel",
-            {"codes_ptr": "*i8", "absmax_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*bf16"},
-            {"HAS_OUT": has_out, "NESTEROV": True, "ROWS": 16},
-        )
-        for has_out in (True, False)
+        "advance_codes_kernel",
+        {"codes_ptr": "*i8", "absmax_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*bf16"},
+        {"NESTEROV": True, "ROWS": 16},
     ),
     ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, ONE_RUN | {"CAUTIOUS": False}),
     ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, ONE_RUN | {"CAUTIOUS": True}),

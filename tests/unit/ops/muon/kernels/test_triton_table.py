@@ -95,7 +95,7 @@ def test_amd_has_the_elementwise_kernels_alone(monkeypatch: pytest.MonkeyPatch) 
     assert table.name == "triton (elementwise) + torch"
     for name in ("square", "product", "multiply"):
         assert getattr(table, name) is getattr(reference, name)
-    for name in ("advance", "advance_rounded", "look_ahead", "advance_codes", "apply_", "normalize"):
+    for name in ("advance", "advance_rounded", "advance_codes", "apply_", "normalize"):
         assert getattr(table, name) is not getattr(reference, name)
 
 
@@ -113,8 +113,7 @@ def test_tensors_of_the_cpu_go_to_the_other_table() -> None:
     assert table.name == "triton + noted"
     tensors, work, codes = operands(8), Workspace(), (torch.zeros(8, dtype=torch.int8), torch.zeros(1))
     step(table, tensors)
-    table.look_ahead(*codes, 0, tensors["grad"], tensors["out"], 8, 8, 0.9, True, work)
-    table.advance_codes(*codes, tensors["grad"], None, 0.9, True, (1, 2), 0, work)
+    table.advance_codes(*codes, tensors["grad"], tensors["out"], 0.9, True, (1, 2), 0, work)
     table.copy_rounded(tensors["rounded"], tensors["param"], (1, 2), 0, work)
     x = randn(2, 64, 64)
     probe.iterate(table, table.normalize(x, x), work)
@@ -234,7 +233,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "SIZE", 32)
     monkeypatch.setattr(triton_table, "SYMMETRIC_FROM", 32)
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
-    passes = ("advance", "advance_rounded", "look_ahead", "advance_codes", "apply_", "normalize")
+    passes = ("advance", "advance_rounded", "advance_codes", "apply_", "normalize")
     for name in (*passes, "tiles", "advance_runs", "apply_runs_"):
         monkeypatch.setattr(elementwise, name, getattr(reference, name))
     monkeypatch.setattr(products, "multiply", reference.multiply)
@@ -269,7 +268,7 @@ def test_kernels_that_work_are_taken(gpu: None) -> None:
 
 
 KERNELS = [
-    *((elementwise, name) for name in ("advance_rounded", "look_ahead", "advance_codes", "apply_")),
+    *((elementwise, name) for name in ("advance_rounded", "advance_codes", "apply_")),
     *((elementwise, name) for name in ("advance_runs", "apply_runs_")),
     *((products, name) for name in ("square", "product", "multiply")),
 ]

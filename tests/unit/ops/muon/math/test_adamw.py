@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.momentum_storage import Fragment
 
 GROUP = {"betas": (0.9, 0.95), "lr": 0.1, "weight_decay": 0.1, "eps": 1e-8}
 
@@ -23,7 +22,6 @@ def test_three_steps_are_those_of_the_formulas(
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((5, 7), (3,))]
     states, expected = [adamw.state_of({}, tensor) for tensor in tensors], [tensor.clone() for tensor in tensors]
     means, squares = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
-    updates = [torch.empty(0)] * 2
     for step in range(1, 4):
         for tensor in tensors:
             tensor.grad = torch.randn_like(tensor)
@@ -32,14 +30,11 @@ def test_three_steps_are_those_of_the_formulas(
             grad = tensor.grad if decoupled else tensor.grad + 0.1 * expected[i]
             means[i], squares[i] = 0.9 * means[i] + 0.1 * grad, 0.95 * squares[i] + 0.05 * grad**2
             mean, square = (1 - 0.9**step, 1 - 0.95**step) if is_corrected else (1.0, 1.0)
-            updates[i] = means[i] / mean / ((squares[i] / square).sqrt() + 1e-8)
-            expected[i] = expected[i] * (1 - 0.1 * 0.1 * decoupled) - 0.1 * updates[i]
+            update = means[i] / mean / ((squares[i] / square).sqrt() + 1e-8)
+            expected[i] = expected[i] * (1 - 0.1 * 0.1 * decoupled) - 0.1 * update
     torch.testing.assert_close(tensors, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close([state["exp_avg"] for state in states], means, rtol=1e-10, atol=1e-15)
-    for state, tensor, update in zip(states, tensors, updates, strict=True):
-        assert state["step"] == 3
-        found = adamw.sum_of_squared_updates(state, group, Fragment("", 0, 0, tensor.numel()))
-        torch.testing.assert_close(found.double(), update.square().sum(), rtol=1e-5, atol=0)
+    assert [state["step"] for state in states] == [3, 3]
 
 
 def test_one_device_without_the_kernel_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a step under ZeRO: as many as the plan says, and the same bits however many runs each takes."""
+"""Kernels of a step under ZeRO: the same bits however many runs each takes."""
 
 import dataclasses
 from typing import Any
@@ -18,16 +18,15 @@ from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, ma
 SHAPES = [(24, 40), (40, 24), (24, 40), (32, 32), (40, 24), (33, 7), (24, 40), (8, 8)]
 
 
-def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, Tensor], tuple, tuple]:
-    """Weights after three steps, and kernels of the last one as planned and as traced."""
-    from benchmarks.launches import Launches, launches_of, noted, traced
+def trained(stage: int, together: bool, momentum_dtype: str) -> dict[str, Tensor]:
+    """Weights after three steps."""
     from deepspeed.muon.kernels import selection as module
-    from deepspeed.muon.monitor.step_stats import SIZES, StepStats
+    from deepspeed.muon.monitor import StepStats
 
     choose = module.choose
 
     def chosen(unavailable: Any) -> Any:
-        return noted(dataclasses.replace(choose(unavailable), runs=reference.RUNS if together else None))
+        return dataclasses.replace(choose(unavailable), runs=reference.RUNS if together else None)
 
     module.choose = chosen
     try:
@@ -40,37 +39,25 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> tuple[dict[str, 
     optimizer = engine.basic_optimizer
     for step in range(3):
         engine.backward(engine(net.gradients(step)))
-        if step == 0:
+        stats = StepStats(lambda: None)
+        with optimizer.observed(stats=stats):
             engine.step()
-        elif step == 1:
-            stats = StepStats(lambda: None)
-            with optimizer.observed(stats=stats):
-                engine.step()
-            sums = stats.sums([*SIZES.values()])
-        else:
-            found = traced(engine.step)
-    counts = [launches_of(b.plan.buckets, b.scale, together) for b in optimizer._steps.values()]
-    wanted = Launches(*map(sum, zip(*counts, strict=True)))
-    if momentum_dtype == "bf16":  # whose random numbers are drawn run by run
-        wanted = wanted._replace(prepare=sum(len(bucket.runs) for plan in optimizer.plans for bucket in plan.buckets))
-    weights = fp32_weights(engine) | {"squares": sums.float()}  # summed run by run, in the order of the calls
+    sizes = [value for name, value in stats.of_all_ranks().items() if name != "newton_schulz_seconds"]
+    weights = fp32_weights(engine) | {"sizes": torch.tensor(sizes)}  # summed run by run, in the order of the calls
     engine.destroy()
-    return weights, tuple(wanted), tuple(found)
+    return weights
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_runs_together_change_no_bit_and_take_the_planned_kernels(stage: int, momentum_dtype: str) -> None:
+def test_runs_together_change_no_bit(stage: int, momentum_dtype: str) -> None:
     alone, together = (
         run(trained, 2, stage=stage, together=way, momentum_dtype=momentum_dtype) for way in (False, True)
     )
-    for (weights, planned, found), (same, fewer, fewer_found) in zip(alone, together, strict=True):
+    for weights, same in zip(alone, together, strict=True):
         assert weights.keys() == same.keys()
         assert [name for name, weight in weights.items() if not weight.equal(same[name])] == []
-        assert found == planned
-        assert fewer_found == fewer
-        assert sum(fewer) < sum(planned) or stage < 3
 
 
 def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:

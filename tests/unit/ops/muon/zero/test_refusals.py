@@ -28,9 +28,10 @@ from helpers.wrong_configs import BF16_MASTERS, BF16_STATES, FP16_AUTOCAST, FP16
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
-def test_a_wrong_config_is_refused_in_our_words_before_anything_is_allocated() -> None:
+def test_every_rank_refuses_a_wrong_config_in_our_words_before_anything_is_allocated() -> None:
     """What the config says by itself, before the engine begins."""
-    results = run(wrong_configs.attempt_all, 1)[0]
+    results, other = run(wrong_configs.attempt_all, 2)
+    assert other == results
     assert len({title for title, _, _ in results}) == len(results)
     for title, message, reached in results:
         assert re.match(r"(MuonConfigError|UnsupportedError|ValueError): ", message), (title, message)

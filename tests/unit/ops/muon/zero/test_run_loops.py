@@ -4,7 +4,6 @@
 import copy
 import itertools
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -23,12 +22,9 @@ from deepspeed.muon.errors import CallOrderError, CheckpointError
 from deepspeed.muon.zero import patches
 from helpers.distributed import run
 from helpers.engine_state import differing, named_states, snapshot
+from helpers.holdings import holdings
 from helpers.models import TinyGpt, full_weights, make_batch, train_engine
-from helpers.paths import ROOT
 from helpers.training import ds_config, fresh_engine, with_params
-
-sys.path[1:1] = [str(ROOT)]
-from benchmarks.engines import holdings  # noqa: E402
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 

@@ -96,11 +96,12 @@ def test_three_lines_of_log_on_rank_0() -> None:
     assert [level for level, _ in lines] == ["INFO"] * 3 and silent == []
     assert lines[0][1] == (
         f"deepspeed-muon {deepspeed.muon.__version__}: Muon updates 2 matrices (524,288 parameters), "
-        "AdamW updates 2 tensors (1,024 parameters), on 2 ranks"
+        "AdamW updates 2 tensors (1,024 parameters), on 2 ranks; adjust_lr_fn original, because adam_lr is set, as for "
+        "stock DeepSpeed's Muon"
     )
     assert lines[1][1] == (
         "deepspeed-muon: the update of layers.1.weight [512, 512] has RMS 0.0442 x lr, by adjust_lr_fn original = "
-        "sqrt(max(1, rows / cols)) (as in stock DeepSpeed, because adam_lr and momentum are set)"
+        "sqrt(max(1, rows / cols))"
     )
     assert lines[2][1].startswith("deepspeed-muon: rank 0 sends 1.0 MB per step in fp32; elementwise kernels")
     assert "; Newton-Schulz on cpu in fp32, 1 of 1 shapes by " in lines[2][1]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record a step: measure it on all ranks, and write six values through DeepSpeed's monitor."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.muon.exchange.groups import all_maxima, summed
+from deepspeed.muon.kernels.reference import chunks
+
+#: Name of a phase of a step -> a context manager, in which the phase runs.
+Phase = Callable[[str], AbstractContextManager]
+#: Prefix of the names of all recorded values.
+PREFIX = "Train/Muon/"
+
+
+class StepStats:
+    """One rank's measurements of one step. The sums cover the elements of Muon's matrices that the rank holds.
+
+    Args:
+        synchronize: function that waits for the accelerator.
+
+    Attributes:
+        seconds: time spent in Newton-Schulz.
+        without_gradient: number of matrices without a gradient; ranks that share a matrix each count a part of it.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.seconds = self.without_gradient = 0.0
+        self._numel = self._weights = self._updates = self._changes = 0.0
+        self._synchronize = synchronize
+
+    @contextmanager
+    def newton_schulz(self) -> Iterator[None]:
+        """Return a context that adds its duration to :attr:`seconds`."""
+        self._synchronize()  # work that was started before is not counted
+        started = time.perf_counter()
+        yield
+        self._synchronize()
+        self.seconds += time.perf_counter() - started
+
+    def before_apply(self, updates: Iterable[tuple[Tensor, Tensor, float]], lr: float, copies: int) -> None:
+        """Add up the squares of weights and updates on this rank. Call it before the weights change.
+
+        ``updates``: (weights, result of Newton-Schulz, scale of the update) for each part of a matrix on this rank.
+        Weights and result are 1-D. The weights are valid until the next item is taken. ``copies``: number of ranks that
+        measure the same elements, by which the sums are divided.
+        """
+        norms, scales = [], []
+        for weights, update, scale in updates:
+            self._numel += weights.numel() / copies
+            for part in chunks(weights):
+                pair = [torch.linalg.vector_norm(x[part], dtype=torch.float32) for x in (weights, update)]
+                norms.append(torch.stack(pair))
+                scales.append(scale)
+        of_host = torch.stack(norms).tolist() if norms else []  # one copy from the device
+        for (of_weights, of_update), scale in zip(of_host, scales, strict=True):
+            squares = (scale * of_update) ** 2 / copies
+            self._weights += of_weights**2 / copies
+            self._updates += squares
+            self._changes += lr**2 * squares
+
+    def of_all_ranks(self) -> dict[str, float]:
+        """Return {name: value} from the measurements of all ranks; a collective.
+
+        Values that do not exist are left out: sizes where no matrix was updated, a quotient over zero weights.
+        """
+        local = [self.without_gradient, self._numel, self._weights, self._updates, self._changes]
+        sums = summed(torch.tensor(local, dtype=torch.float64, device="cpu"))
+        slowest = all_maxima(torch.tensor([self.seconds], dtype=torch.float32, device=sums.device), None)
+        without_gradient, numel, weights, updates, changes = sums.tolist()
+        values = {"matrices_without_gradient": without_gradient, "newton_schulz_seconds": slowest.item()}
+        if numel:
+            values |= {"update_rms": math.sqrt(updates / numel), "weight_rms": math.sqrt(weights / numel)}
+        if weights:
+            values["update_to_weight"] = math.sqrt(changes / weights)
+        return values
+
+
+class Recorder:
+    """Records every ``monitor_interval``-th step of an engine.
+
+    ``optimizer``: the engine's :class:`deepspeed.muon.optimizer.MuonWithAuxAdam`. ``synchronize``: function that waits
+    for the accelerator.
+    """
+
+    def __init__(self, optimizer: Any, synchronize: Callable[[], None]) -> None:
+        self._optimizer, self._synchronize = optimizer, synchronize
+
+    def is_due(self, engine: Any) -> bool:
+        """Return whether the engine's next step is to be recorded, according to ``monitor_interval``."""
+        return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
+
+    def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
+        """Make an optimizer step by calling ``step()``, measure it, and write the values on rank 0. A collective.
+
+        ``outer``: function (name of a phase) -> context manager, such as a timer, in which the phase is run as well.
+        """
+        stats = StepStats(self._synchronize)
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            with outer(name):
+                if name == "newton_schulz":
+                    with stats.newton_schulz():
+                        yield
+                else:
+                    yield
+
+        with self._optimizer.observed(phase, stats):
+            step()
+        values = stats.of_all_ranks()
+        if (norm := engine.get_global_grad_norm()) is not None:
+            values["grad_norm"] = float(norm)
+        if engine.global_rank == 0:
+            events = [(PREFIX + name, value, engine.global_samples) for name, value in values.items()]
+            engine.monitor.write_events(events)
