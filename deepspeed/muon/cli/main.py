@@ -54,8 +54,7 @@ LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ...
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``ds_muon`` with ``arguments`` (``None``: those of the process), and return its exit status.
 
-    The status is 0 if all is well, 1 if ``report`` lists a problem or ``plan --check`` finds an error, and 2 if an
-    argument or a file is wrong.
+    The status is 0 if all is well, 1 if ``report`` lists a problem, and 2 if an argument or a file is wrong.
     """
     args = parser().parse_args(arguments)
     try:
@@ -180,7 +179,6 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "totals": {"muon": totals(groups, True), "adamw": totals(groups, False)},
         "per_rank": per_rank(found),
         "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens),
-        "ok": True,
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(groups, settings.gradient_clipping),

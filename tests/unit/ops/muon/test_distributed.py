@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of processes itself: results, failures, hangs and reuse."""
+"""The pool of processes itself: results, failures, hangs and reuse; the judge of their collectives."""
 
 import os
 import time
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from helpers import extensions
+from helpers.collectives import Call, first_fault
 from helpers.distributed import RankError, end_worn_pools, run
 from helpers.training import train
 
@@ -117,3 +118,47 @@ def test_only_locks_of_killed_builds_are_removed(tmp_path: Path, monkeypatch: py
     with held.open():
         extensions.remove_locks()
         assert held.exists() and not left.exists()
+
+
+# ---- the order of collectives -------------------------------------------------------------------------------
+
+
+def two_groups_in_another_order() -> None:
+    """Gloo takes these calls in any order; each occupies the device on NCCL until the other rank has made it."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups if dist.get_rank() else reversed(groups):
+        dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    dist.barrier()
+
+
+def test_an_order_that_nccl_could_hang_on_fails_on_gloo() -> None:
+    with pytest.raises(RankError, match=r"gloo does not: rank 0 waits in all_reduce of 2 float32 .* in two_groups_in"):
+        run(two_groups_in_another_order, 2, fresh=True)
+
+
+def calls_of(*orders: str) -> list[list[Call]]:
+    """By rank the groups in which it calls, such as "01 12"."""
+    return [[Call("all_reduce", tuple(map(int, ranks)), sizes=(8,)) for ranks in order.split()] for order in orders]
+
+
+def sent(*of_ranks: tuple[tuple[int, int], tuple[int, int]]) -> list[list[Call]]:
+    """One all-to-all; by rank (what it sends, what it receives)."""
+    return [[Call("all_to_all", (0, 1), sent=one, received=other)] for one, other in of_ranks]
+
+
+@pytest.mark.parametrize(
+    ("logs", "text"),
+    [
+        (calls_of("01 02", "01 12", "12 02"), "None"),
+        (calls_of("01 012 01", "012 01", "012"), "rank 0 waits in all_reduce"),
+        (calls_of("01 02", "12 01", "02 12"), "rank 2 waits in all_reduce"),  # though no two ranks share two groups
+        (calls_of("01", "01", "01"), "rank 2 calls"),
+        (calls_of("01 01", "01"), "rank 1 waits in no further call"),
+        ([[Call("all_reduce", (0, 1), sizes=(size,))] for size in (2, 3)], "rank 1 calls all_reduce of 3"),
+        (sent(((0, 2), (0, 3)), ((3, 1), (2, 1))), "None"),
+        (sent(((0, 2), (0, 3)), ((2, 1), (2, 1))), "rank 1 calls all_to_all of 3"),
+    ],
+    ids=["in order", "two groups", "a circle", "a foreign rank", "a rank stops", "sizes", "counts", "unlike counts"],
+)
+def test_calls_that_do_not_meet_are_found(logs: list[list[Call]], text: str) -> None:
+    assert text in str(first_fault(logs))

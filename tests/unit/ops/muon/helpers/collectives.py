@@ -18,6 +18,7 @@ from deepspeed.muon.seam import replaced
 
 PASSING_ON = ("/torch/", "/typing_extensions.py", "/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/muon/seam.py")
 """Parts of the paths of files that only pass calls on to torch."""
+Reader = Callable[..., dict[str, Any]]
 
 
 class Call(NamedTuple):
@@ -33,43 +34,32 @@ class Call(NamedTuple):
     caller: str = ""
 
     def __str__(self) -> str:
-        sizes = self.sent or self.sizes
-        return f"{self.kind} of {sum(sizes):,} {self.dtype} elements among ranks {list(self.ranks)} ({self.caller})"
+        elements = sum(self.sent or self.sizes)
+        return f"{self.kind} of {elements:,} {self.dtype} elements among {list(self.ranks)} ({self.caller})"
 
 
 def first_fault(logs: Sequence[Sequence[Call]]) -> str | None:
     """Return what is wrong first with the calls of all ranks, or None. `logs`: by rank, in order."""
-    done, waiting = [0] * len(logs), dict[tuple[str, tuple[int, ...]], list[int]]()
-    arriving = list(range(len(logs)))
-    while arriving:
-        rank = arriving.pop()
-        if done[rank] == len(logs[rank]):
-            continue
-        call = logs[rank][done[rank]]
-        if rank not in call.ranks:
-            return f"rank {rank} calls {call}, but is not one of these ranks"
-        come = waiting.setdefault((call.group, call.ranks), [])
-        come.append(rank)
-        if len(come) == len(call.ranks):
-            calls = [logs[each][done[each]] for each in call.ranks]
-            if not _do_match(calls):
-                return "; ".join(f"rank {each} calls {one}" for each, one in zip(call.ranks, calls, strict=True))
-            del waiting[call.group, call.ranks]
-            for each in call.ranks:
-                done[each] += 1
-            arriving += call.ranks
-    if all(count == len(log) for count, log in zip(done, logs, strict=True)):
-        return None
-    nexts = (log[count] if count < len(log) else "no further call" for count, log in zip(done, logs, strict=True))
-    return "; ".join(f"rank {rank} waits in {call}" for rank, call in enumerate(nexts))
+    left = [list(reversed(log)) for log in logs]
+    while any(left):
+        nexts = {rank: calls[-1] for rank, calls in enumerate(left) if calls}
+        come = dict[Any, list[int]]()
+        for rank, call in nexts.items():
+            come.setdefault((call.group, call.ranks), []).append(rank)
+        ranks = next((ranks for (_, wanted), ranks in come.items() if {*ranks} >= {*wanted}), None)
+        if ranks is None:
+            return "; ".join(f"rank {rank} waits in {nexts.get(rank, 'no further call')}" for rank in range(len(logs)))
+        calls = [left[rank].pop() for rank in ranks]
+        if tuple(ranks) != calls[0].ranks or not _do_match(calls):
+            return "; ".join(f"rank {rank} calls {call}" for rank, call in zip(ranks, calls, strict=True))
+    return None
 
 
 def _do_match(calls: Sequence[Call]) -> bool:
-    alike = len({(call.kind, call.dtype, call.sizes) for call in calls}) == 1
-    if not alike or not any(call.sent or call.received for call in calls):
-        return alike
-    full = all(len(call.sent) == len(call.received) == len(calls) for call in calls)
-    return full and [call.sent for call in calls] == [*zip(*(call.received for call in calls), strict=True)]
+    if len({(call.kind, call.dtype, call.sizes) for call in calls}) > 1:
+        return False
+    sent, received = [call.sent for call in calls], [call.received for call in calls]
+    return not any(sent + received) or sent == [*zip(*received, strict=False)]
 
 
 @contextmanager
@@ -77,8 +67,7 @@ def recorded() -> Iterator[list[Call]]:
     """Record the calls of this process within the context."""
     from torch.distributed import device_mesh, distributed_c10d
 
-    log: list[Call] = []
-    kind = distributed_c10d.ProcessGroup
+    log, kind = list[Call](), distributed_c10d.ProcessGroup
     methods = {name: partial(_record, log, read) for name, read in READERS.items() if hasattr(kind, name)}
     with ExitStack() as stack:
         stack.enter_context(replaced(kind, **methods))
@@ -88,9 +77,7 @@ def recorded() -> Iterator[list[Call]]:
         yield log
 
 
-def _record(
-    log: list[Call], read: Callable[..., dict[str, Any]], original: Callable, group: Any, *args: Any, **kw: Any
-):
+def _record(log: list[Call], read: Reader, original: Callable, group: Any, *args: Any, **kw: Any) -> Any:
     try:
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):  # torch does not know the group
@@ -109,9 +96,7 @@ def _record_new_group(log: list[Call], original: Callable, ranks: Any = None, *a
 
 def _caller() -> str:
     frame = sys._getframe(2)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename == __file__ or any(part in frame.f_code.co_filename for part in PASSING_ON)
-    ):
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in (__file__, *PASSING_ON)):
         frame = frame.f_back
     return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
 
@@ -124,44 +109,42 @@ def _dtype(tensors: list[Tensor]) -> str:
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
 
 
-def _alike(kind: str, place: int, *args: Any, **_: Any) -> dict[str, Any]:
-    """Read a call to which each rank contributes `args[place]`, equally many elements."""
-    tensors = _flat(args[place])
-    root = tuple(one.rootRank for one in args if hasattr(one, "rootRank"))
+def _alike(kind: str, index: int, *args: Any, **_: Any) -> dict[str, Any]:
+    """Read a call to which each rank contributes `args[index]`, equally many elements."""
+    tensors, root = _flat(args[index]), (one.rootRank for one in args if hasattr(one, "rootRank"))
     return {"kind": kind, "dtype": _dtype(tensors), "sizes": (sum(map(Tensor.numel, tensors)), *root)}
 
 
 def _lists(kind: str, outputs: Any, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
     received, sent = (tuple(map(Tensor.numel, _flat(tensors))) for tensors in (outputs, inputs))
     count = max(len(received), len(sent))  # a list with a single tensor: all ranks have this size
-    sizes = {"sent": sent * (count // len(sent)), "received": received * (count // len(received))}
-    return {"kind": kind, "dtype": _dtype(_flat(inputs)), **sizes}
+    counts = {"sent": sent * (count // len(sent)), "received": received * (count // len(received))}
+    return {"kind": kind, "dtype": _dtype(_flat(inputs))} | counts
 
 
-def _split(
-    kind: str, out: Tensor, source: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any
-) -> dict[str, Any]:
+def _split(out: Tensor, source: Tensor, out_splits: Any = (), in_splits: Any = (), *_: Any) -> dict[str, Any]:
+    kind = {"kind": "all_to_all", "dtype": _dtype([source])}
     if not in_splits and not out_splits:
-        return {"kind": kind, "dtype": _dtype([source]), "sizes": (source.numel(),)}
+        return kind | {"sizes": (source.numel(),)}
     pairs = ((source, in_splits), (out, out_splits))
     sent, received = (tuple(n * (t.numel() // max(1, t.size(0))) for n in splits) for t, splits in pairs)
-    return {"kind": kind, "dtype": _dtype([source]), "sent": sent, "received": received}
+    return kind | {"sent": sent, "received": received}
 
 
-ALIKE = {
-    "all_reduce": (0, ("allreduce", "allreduce_coalesced")),
-    **{name: (0, (name,)) for name in ("broadcast", "reduce", "scatter")},
-    "all_gather": (1, ("_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced")),
-    "all_gather of one": (1, ("all_gather_single", "all_gather_single_coalesced")),
-    "reduce_scatter": (0, ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single")),
-    "gather": (1, ("gather",)),
-}
-"""Kind -> (index of the argument to read, methods of ``ProcessGroup``)."""
-READERS: dict[str, Callable[..., dict[str, Any]]] = {
-    **{name: partial(_alike, kind, place) for kind, (place, names) in ALIKE.items() for name in names},
+#: Methods of ``ProcessGroup`` -> the reader of their arguments.
+READERS: dict[str, Reader] = {
     "allgather": partial(_lists, "all_gather"),
     "reduce_scatter": partial(_lists, "reduce_scatter"),
     "alltoall": partial(_lists, "all_to_all"),
-    **{name: partial(_split, "all_to_all") for name in ("alltoall_base", "all_to_all_single")},
-    **{name: lambda *_, **__: {"kind": "barrier"} for name in ("barrier", "monitored_barrier")},
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _split),
+    **dict.fromkeys(("barrier", "monitored_barrier"), lambda *_, **__: {"kind": "barrier"}),
 }
+for _kind, _index, *_names in (
+    ("all_reduce", 0, "allreduce", "allreduce_coalesced"),
+    *((name, 0, name) for name in ("broadcast", "reduce", "scatter")),
+    ("gather", 1, "gather"),
+    ("all_gather", 1, "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+    ("all_gather of one", 1, "all_gather_single", "all_gather_single_coalesced"),
+    ("reduce_scatter", 0, "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single"),
+):
+    READERS |= dict.fromkeys(_names, partial(_alike, _kind, _index))

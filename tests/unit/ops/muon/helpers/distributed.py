@@ -193,7 +193,6 @@ class Pool:
         env: added to their environment. Variables that are read when a module is imported need `restart`.
         restart: start each rank in a new interpreter instead of a fork of the server.
         timeout: of their collectives, in seconds; `None`: the job itself calls init_distributed.
-        checks: whether to check that all ranks call their collectives in one order, as NCCL needs.
     """
 
     def __init__(
@@ -202,9 +201,8 @@ class Pool:
         env: dict[str, str] | None = None,
         restart: bool = False,
         timeout: float | None = COLLECTIVE_TIMEOUT,
-        checks: bool = True,
     ) -> None:
-        self.closed, self.checks = False, checks
+        self.closed = False
         self.ranks: list[Rank] = []
         self.logs = tempfile.TemporaryDirectory(prefix="muon_ranks_")
         port = free_port()
@@ -268,7 +266,7 @@ class Pool:
         replies = self.replies(timeout)
         if len(replies) == len(self.ranks) and all(status == "ok" for status, _ in replies.values()):
             results, logs = zip(*(replies[rank][1] for rank in range(len(self.ranks))), strict=True)
-            fault = first_fault(logs) if self.checks and all(log is not None for log in logs) else None
+            fault = first_fault(logs) if all(log is not None for log in logs) else None
             if fault and not STOCKS_OWN.match(fault):
                 raise RankError(f"NCCL could hang, though gloo does not: {fault}")
             return list(results)
@@ -300,7 +298,6 @@ def run(
     fresh: bool = False,
     restart: bool = False,
     env: dict[str, str] | None = None,
-    checks: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
     """Run `fn(**kwargs)` on `world_size` ranks and return the results by rank.
@@ -308,12 +305,12 @@ def run(
     `fn` is a function at the top level of a module; arguments and results are pickled, the tensors in
     results arrive detached on the CPU. Raises RankError, and ends the processes, if a rank raises or if not
     all answer within `timeout` seconds. `fresh` runs in a pool of its own, to which `env` adds variables, and
-    `restart` in new interpreters. `checks`: as :class:`Pool`.
+    `restart` in new interpreters.
     """
-    if (env or restart or not checks) and not fresh:
-        raise ValueError("env, restart and checks=False need fresh=True")
+    if (env or restart) and not fresh:
+        raise ValueError("env and restart need fresh=True")
     if fresh:
-        pool = Pool(world_size, env, restart, checks=checks)
+        pool = Pool(world_size, env, restart)
         try:
             return pool.run(fn, kwargs, timeout)
         finally:

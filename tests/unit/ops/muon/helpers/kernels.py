@@ -29,9 +29,7 @@ Interpret = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DEFAULT_TILES = (16, 32, 16)
 #: The names of all operations that a kernel set must have.
-OPERATIONS = [
-    field.name for field in dataclasses.fields(Operations) if field.name not in ("name", "in_place", "is_slice", "runs")
-]
+OPERATIONS = [field.name for field in dataclasses.fields(Operations) if field.name not in ("name", "runs")]
 
 
 def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEFAULT_TILES) -> Operations:
