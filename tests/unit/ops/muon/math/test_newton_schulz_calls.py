@@ -98,7 +98,7 @@ def test_a_cpu_works_on_few_large_matrices_at_a_time(monkeypatch: pytest.MonkeyP
     assert counts == [3, 3, 1]
     assert torch.equal(result, alone)
     monkeypatch.setattr(workspace, "CACHED_BYTES", 1)
-    assert workspace.matrices_together(x, torch.float32, small=16) == torch.get_num_threads()
+    assert workspace.matrices_together(x, torch.float32) == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -112,7 +112,7 @@ def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
     monkeypatch.setattr(workspace, "is_accelerator", lambda device: True)
     for allowed, together in {1: 1, 2 * one + 1: 2, 3 * one: 3, 99 * one: 99}.items():
         monkeypatch.setattr(workspace, "BATCH_BYTES", allowed)
-        assert workspace.matrices_together(x, torch.float32, small=16) == together
+        assert workspace.matrices_together(x, torch.float32) == together
         work = Workspace()
         assert torch.equal(orthogonalize(x.clone(), VARIED, method, work=work), alone)
         held[together] = work.nbytes()
@@ -185,5 +185,3 @@ def test_flops_of_five_steps() -> None:
         assert flops(*shape, schedule("simple"), "gram", "fp16") == 8 * m * m * n + 28 * m**3
         assert flops(*shape, schedule("simple"), "standard", "bf16", symmetric=0.5) == 15 * m * m * n + 5 * m**3
         assert flops(*shape, schedule("simple"), "gram", "bf16", symmetric=0.5) == 9 * m * m * n + 11 * m**3
-        shared = [flops(*shape, schedule("simple"), "standard", "bf16", 0.5, owners) for owners in (2, 4)]
-        assert shared == [(15 * m * m * n) // 2 + 5 * m**3, (15 * m * m * n) // 4 + 10 * m**3 // 4], "4 divide the rows"
