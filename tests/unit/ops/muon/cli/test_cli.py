@@ -326,7 +326,7 @@ def test_report(ds_muon: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.endswith("; --all lists them") and " in use" in line and "DeepSpeedEngine" not in out
     (line,) = [line for line in ds_muon("report", "--all").out.splitlines() if "engine.DeepSpeedEngine " in line]
     used, _, ready = line.partition("; ")
-    assert "in use: _configure_basic_optimizer, " in used and "_load_checkpoint, " in ready, "the usual state"
+    assert "in use: _configure_basic_optimizer, " in used and "clip_fp32_gradients, " in ready, "the usual state"
     for name, value in (("DS_MUON_AUTOLOAD", "0"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "off")):
         monkeypatch.setenv(name, value)
         facts = ds_muon("report", "--json").facts

@@ -62,14 +62,14 @@ def test_runs_together_change_no_bit(stage: int, momentum_dtype: str) -> None:
 
 def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their part of what is sent is zero, in one call or in many."""
-    results, prepare = [], PartitionStep.prepare
+    results, prepare = [], PartitionStep._prepare
 
-    def watched(self: PartitionStep, buffers: Any) -> None:
+    def watched(self: PartitionStep, now: Any, buffers: Any) -> None:
         buffers.matrices.fill_(torch.nan)
-        prepare(self, buffers)
+        prepare(self, now, buffers)
         assert not buffers.matrices.isnan().any()
 
-    monkeypatch.setattr(PartitionStep, "prepare", watched)
+    monkeypatch.setattr(PartitionStep, "_prepare", watched)
     for runs in (None, reference.RUNS):
         net = FixedGradients([(8, 16), (8, 16), (16, 8), (8, 16)])
         optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
