@@ -3,7 +3,7 @@
 
 python tools/step_files.py step|save|load|initialize
 
-step: the Muon half of a step, at ZeRO stage 2 on one rank. The others: on rank 0 of two, at stage 3.
+On rank 0 of two, at stage 3.
 """
 
 from __future__ import annotations
@@ -57,49 +57,33 @@ def initialize(stage: int) -> Any:
     return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
 
 
-def step(files: list[str]) -> None:
-    """Follow the Muon half of the second step; the first one sets up what later ones reuse."""
-    engine = initialize(2)
-    optimizer = engine.basic_optimizer
-    original = type(optimizer)._muon_step
-
-    def muon_step(group: dict[str, Any]) -> Any:
-        files.clear()
-        with followed(files):
-            return original(optimizer, group)
-
-    optimizer._muon_step = muon_step
-    for _ in range(2):
-        engine.backward(engine(torch.ones(2, 32, device=engine.device)).sum())
-        engine.step()
-
-
 def on_two_ranks(rank: int, what: str, folder: str) -> None:
     """Follow ``what`` on one of two ranks, and print what rank 0 went through."""
-    join(rank, 2)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": PORT}
+    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in places.items()}}
     files: list[str] = []
     if what == "initialize":
         with followed(files):
             initialize(3)
     else:
         engine = initialize(3)
-        engine.backward(engine(torch.ones(2, 32, device=engine.device)).sum())
-        engine.step()
-        for _ in range(2):  # the first save and load compile or import what later ones reuse
-            files.clear()
-            with followed(files if what == "save" else []):
-                engine.save_checkpoint(folder)
-            with followed(files if what == "load" else []):
-                engine.load_checkpoint(folder)
+        acts = {
+            "step": engine.step,
+            "save": lambda: engine.save_checkpoint(folder),
+            "load": lambda: engine.load_checkpoint(folder),
+        }
+        for _ in range(3):  # the first ones set up what later ones reuse
+            for name in ("step",) if what == "step" else acts:
+                if name == "step":
+                    engine.backward(engine(torch.ones(2, 32, device=engine.device)).sum())
+                files.clear()
+                with followed(files):
+                    acts[name]()
+                if name == what:
+                    break
     if rank == 0:
         report(files)
     torch.distributed.destroy_process_group()
-
-
-def join(rank: int, ranks: int) -> None:
-    """Set the environment of one rank."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": PORT}
-    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in places.items()}}
 
 
 def report(files: list[str]) -> None:
@@ -114,16 +98,8 @@ def main() -> None:
     """Follow what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("step", "save", "load", "initialize"))
-    what = parser.parse_args().what
-    if what == "step":
-        join(0, 1)
-        files: list[str] = []
-        step(files)
-        report(files)
-        torch.distributed.destroy_process_group()
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(on_two_ranks, (what, folder), nprocs=2)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(on_two_ranks, (parser.parse_args().what, folder), nprocs=2)
 
 
 if __name__ == "__main__":
