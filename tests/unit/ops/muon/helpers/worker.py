@@ -70,7 +70,8 @@ def join(collective_timeout: float) -> None:
     without_races()
     if "deepspeed.muon" in sys.modules:  # else the ranks are to run stock DeepSpeed
         # Without the latency of a collective, ranks share the work of small models too.
-        import_module("deepspeed.muon.plan.cost").CPU_CALL = 0.0
+        cost = import_module("deepspeed.muon.plan.cost")
+        cost.CPU_CALL = cost.ACCELERATOR_CALL = 0.0
     # torch computes float16 on every CPU; DeepSpeed refuses the CPUs without mkldnn kernels for it.
     get_accelerator().is_fp16_supported = lambda: True
     # The shared-memory op serves inference only and would cost a C++ build.
