@@ -61,6 +61,6 @@ setup(
     },
     py_modules=["deepspeed_muon"],
     install_requires=requirements("requirements"),
-    extras_require={name: requirements(f"requirements-{name}") for name in ("example", "dev", "hopper")},
+    extras_require={name: requirements(f"requirements-{name}") for name in ("example", "dev")},
     **(with_compiled_kernels() if is_compiled else {"version": version}),
 )

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from benchmarks import report
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import SIMPLE, schedule
-from deepspeed.muon.math.newton_schulz import DTYPES, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, method_of, orthogonalize
 
 sys.path[1:1] = [str(report.ROOT / folder) for folder in ("tests/unit/ops/muon", "examples/pretrain_gpt")]
 
@@ -130,7 +129,7 @@ def iteration() -> Rows:
             results["stock's gram, fp16"] = stock(half.clone(), steps=5)
         row = {"shape": "{} x {}".format(*half.shape), "input": kind}
         for dtype in ("bf16", "fp16", "fp32"):
-            method = counted_method(*half.shape, "auto", schedule("simple"), dtype)
+            method = method_of(*half.shape, "auto", schedule("simple"), dtype)
             given = half.float()[None]  # a result in bf16 would show the rounding of the wire
             own = orthogonalize(given, schedule("simple"), method, DTYPES[dtype], kernels=kernels)[0]
             results[f"ours, {dtype}"] = own

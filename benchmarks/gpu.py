@@ -10,16 +10,12 @@ from typing import Annotated, Any
 import torch
 
 from benchmarks import ns, optimizers, ranks, report, training
-from benchmarks.rates import Rates, alternate, measure, summary
-from deepspeed.muon.kernels import triton_table
-from deepspeed.muon.kernels.table import Scalars, Symmetric
-from deepspeed.muon.kernels.workspace import Workspace
+from benchmarks.rates import Rates, measure, summary
 from deepspeed.muon.plan.bucket import Bucket, GridCopy
 
 Rows = Iterator[dict[str, Any]]
 #: Part -> its call, the seconds that it may take, and the tests that it is, if it is no function of this module.
 PARTS = {
-    "symmetric": (1, 160, ()),
     "exchange": (1, 100, ()),
     "newton_schulz": (1, 120, ()),
     "kernel_tests": (1, 150, ("kernels/test_gpu_kernels.py",)),
@@ -29,36 +25,6 @@ PARTS = {
 }
 #: Aligned to 16 elements, as the shapes of real models are: Triton compiles other code for those that are not.
 ALIGNED, QUICK = ((3, 512, 1024), (2, 1024, 512), (2, 2048, 8192), (1, 4096, 4096)), ((2, 48, 160), (2, 64, 64))
-BY = Scalars(0.1, 0.5, 1.0)
-
-
-def symmetric(device: str, quick: bool, rates: dict[str, float]) -> Rows:
-    """Symmetric square and product: error against float64, and how many times as long torch takes.
-
-    SYMMETRIC_FROM is where the ratio passes 1.
-    """
-    squares, tables = [(batch, n, n) for n in (512, 1024, 2048, 3072, 8192) for batch in (1, 4)], ns.tables(device)
-    for batch, rows, cols in QUICK if quick else (*ALIGNED, *squares):
-        x = torch.randn(batch, rows, cols, device=device).bfloat16() / max(rows, cols) ** 0.5
-        x = x if rows <= cols else x.mT
-        size, wide = x.size(1), x.double()
-        rests = [torch.zeros(batch, size, size, device=device, dtype=torch.bfloat16) for _ in range(2)]
-        square, product = (Symmetric(rest, torch.zeros(batch, size, device=device)) for rest in rests)
-        calls = {f"square, {name}": lambda t=table: t.square(x, square, Workspace()) for name, table in tables.items()}
-        for name, table in tables.items():
-            calls[f"product, {name}"] = lambda t=table: t.product(square, square, product, Workspace(), BY)
-        times = {name: summary(spent[1:])["median ms"] for name, spent in alternate(calls, device, 10).items()}
-        identity = torch.eye(size, device=device).double()
-        for name in tables:
-            row = {"shape": f"{batch} x {rows} x {cols}", "kernels": name}
-            for kind, result in {"square": square, "product": product}.items():
-                calls[f"{kind}, {name}"]()
-                whole = square.rest.double() + torch.diag_embed(square.diagonal.double())
-                wanted = wide @ wide.mT if kind == "square" else BY.alpha * whole @ whole + BY.beta * whole + identity
-                error = result.rest.double() + torch.diag_embed(result.diagonal.double()) - wanted
-                row |= {f"{kind} ms": times[f"{kind}, {name}"], f"{kind} error": float(error.norm() / wanted.norm())}
-                row[f"{kind}: torch / this"] = times[f"{kind}, torch"] / times[f"{kind}, {name}"]
-            yield row
 
 
 def sent_to_itself(bucket: Bucket) -> Bucket:
@@ -77,16 +43,11 @@ def sent_to_itself(bucket: Bucket) -> Bucket:
 def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """The collectives of a step on one rank that sends every matrix to itself: equal weights, and what it costs."""
     size = (2, 32) if quick else (4, 2048)
-    job, weights, choice = training.Job("1", "ours", 1, *size, model="qwen", device=device), [], None
+    job, weights = training.Job("1", "ours", 1, *size, model="qwen", device=device), []
     with ranks.joined():
         for way in ("in place", "to itself"):
             engine, times = training.build_engine(job), []
             optimizer = engine.basic_optimizer
-            choice = choice or optimizer.choice.as_json()  # a second race may end otherwise, and with it the bits
-            for group in optimizer.param_groups:
-                if group["use_muon"]:
-                    group["ns_choice"] = choice
-            optimizer.after_load()
             for key, bound in optimizer._steps.items() if way == "to itself" else ():
                 bound.exchange.group = torch.distributed.group.WORLD
                 plan = dataclasses.replace(bound.plan, buckets=tuple(map(sent_to_itself, bound.plan.buckets)))
@@ -134,10 +95,8 @@ def share(device: str, quick: bool, rates: dict[str, float]) -> Rows:
 
 
 def part(name: str, device: str, quick: bool, rates: dict[str, float]) -> Rows:
-    """One part, in a process of its own. In the first call, symmetric products have their kernels at every size."""
-    call, _, files = PARTS[name]
-    if call == 1:
-        triton_table.SYMMETRIC_FROM = 1
+    """One part, in a process of its own."""
+    files = PARTS[name][2]
     if not files:
         yield from globals()[name](device, quick, rates)
     elif device == "cuda":

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.rates import DTYPES, Rates, alternate, measure, summary
 from benchmarks.roofline import has_symmetric, least_flops
-from deepspeed.muon.kernels import quack, reference, selection, triton_table
+from deepspeed.muon.kernels import reference, selection, triton_table
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.coefficients import schedule
@@ -39,8 +39,6 @@ def tables(device: str) -> dict[str, Operations]:
         return found if table is reference.OPERATIONS else found | {"C++": table}
     if triton_table.unavailable() is None:
         found["triton"] = triton_table.operations(reference.OPERATIONS)
-        if quack.unavailable() is None:
-            found["quack"] = quack.operations(found["triton"])
     return found
 
 

@@ -18,9 +18,8 @@ from benchmarks.rates import DTYPES, Rates
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import flops
+from deepspeed.muon.math.newton_schulz import flops, method_of
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.splitting import MatrixSpec
 
@@ -46,7 +45,7 @@ class Floor(NamedTuple):
 
 def least_flops(rows: int, cols: int, method: str = "auto", dtype: str = "bf16", symmetric: bool = False) -> float:
     """Least operations to orthogonalize one matrix; `symmetric` counts symmetric products half."""
-    method = counted_method(rows, cols, method, SIMPLE, dtype)
+    method = method_of(rows, cols, method, SIMPLE, dtype)
     return flops(rows, cols, SIMPLE, method, dtype, 0.5 if symmetric else 1.0)
 
 

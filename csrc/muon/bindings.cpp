@@ -16,6 +16,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("apply_", &muon::apply_);
   m.def("copy_rounded", &muon::copy_rounded);
   m.def("normalize", &muon::normalize);
+  m.def("has_fast_bf16", &muon::has_fast_bf16);
+  m.def("multiplies_apart", &muon::multiplies_apart);
   m.def("square", &muon::square);
   m.def("product", &muon::product);
   m.def("multiply", &muon::multiply);

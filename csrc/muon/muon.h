@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <tuple>
 #include <utility>
 
 namespace muon {
@@ -22,12 +21,16 @@ bool apply_(const at::Tensor& param, const at::Tensor& update, double lr, double
 bool copy_rounded(const at::Tensor& target, const at::Tensor& source, std::pair<int64_t, int64_t> key, int64_t first);
 bool normalize(const at::Tensor& x, const at::Tensor& out, double norm);
 
-// Rest and diagonal of symmetric matrices: in fp32 the diagonal has no elements.
-using Parts = std::pair<at::Tensor, at::Tensor>;
+// Symmetric matrices [batch, size, size]: in bf16 apart from their diagonals [batch, size] in fp32; in fp32 whole.
+using Parts = std::pair<at::Tensor, std::optional<at::Tensor>>;
+
+// Whether the products are made for bf16 matrices of x's shape on this CPU, with their diagonals apart.
+bool multiplies_apart(const at::Tensor& x);
+// Whether products of bf16 are faster than those of fp32 on this CPU.
+bool has_fast_bf16();
 
 bool square(const at::Tensor& x, const Parts& out);
-// by: alpha, beta and shift.
-bool product(const Parts& a, const Parts& b, const Parts& out, std::tuple<double, double, double> by);
-bool multiply(const Parts& p, const at::Tensor& x, const at::Tensor& out);
+bool product(const Parts& a, const Parts& b, const Parts& out, double alpha, double beta);
+bool multiply(const Parts& p, const at::Tensor& x, const at::Tensor& out, double shift);
 
 }  // namespace muon

@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// alpha A B + beta A + shift I of symmetric matrices that commute.
+// alpha A B + beta A of symmetric matrices that commute.
 #include "symmetric.h"
 
 namespace muon {
 namespace {
 
-struct Scalars {
-  float alpha, beta, shift;
-};
-
-// sums <- alpha A B + beta A + shift I, from sums over products of elements off the diagonals.
+// sums <- alpha A B + beta A, from sums over products of elements off the diagonals.
 template <typename T>
-void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, const Sums& sums, const Tile& tile) {
+void complete(const Symmetric<T>& a, const Symmetric<T>& b, float alpha, float beta, const Sums& sums,
+              const Tile& tile) {
   const int64_t left = tile.left_of_diagonal();
   with_width(tile.columns, [&](auto width) {
     float from_a[kTile], from_b[kTile];
@@ -23,36 +20,29 @@ void complete(const Symmetric<T>& a, const Symmetric<T>& b, const Scalars& by, c
       const float diagonal = a.diagonal[row];
       for (int64_t c = 0; c < width; ++c) {
         const float of_diagonals = diagonal * from_b[c] + from_a[c] * b.diagonal[tile.j + c];
-        sum[c] = by.alpha * (sum[c] + of_diagonals) + by.beta * from_a[c];
+        sum[c] = alpha * (sum[c] + of_diagonals) + beta * from_a[c];
       }
       if (left < tile.columns) {
-        sum[left + r] += by.alpha * (diagonal * b.diagonal[row]) + by.beta * diagonal + by.shift;
+        sum[left + r] += alpha * (diagonal * b.diagonal[row]) + beta * diagonal;
       }
     }
   });
 }
 
 // In fp32 matrices are whole.
-void complete(const Symmetric<float>& a, const Symmetric<float>&, const Scalars& by, const Sums& sums,
+void complete(const Symmetric<float>& a, const Symmetric<float>&, float alpha, float beta, const Sums& sums,
               const Tile& tile) {
-  if (by.alpha == 1 && by.beta == 0 && by.shift == 0) {
-    return;
-  }
-  const int64_t left = tile.left_of_diagonal();
   with_width(tile.columns, [&](auto width) {
     for (int64_t r = 0; r < tile.rows; ++r) {
       const float* from_a = a.rest + (tile.i + r) * a.size + tile.j;
       float* sum = sums.values + r * sums.stride;
-      for (int64_t c = 0; c < width; ++c) sum[c] = by.alpha * sum[c] + by.beta * from_a[c];
-      if (left < tile.columns) {
-        sum[left + r] += by.shift;
-      }
+      for (int64_t c = 0; c < width; ++c) sum[c] = alpha * sum[c] + beta * from_a[c];
     }
   });
 }
 
 template <typename T>
-void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, const Scalars& by) {
+void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>& out, float alpha, float beta) {
   const int64_t size = out.size;
   for_panels<T, 1>(out.batch, size, [&](Panel<T>& panel, int64_t n, int64_t first, int64_t count) {
     panel.pack_columns(b[n].rest, size, size, first, count);
@@ -60,7 +50,7 @@ void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>
       Buffer buffer;
       const Sums sums = out[n].sums(tile, buffer.sums());
       panel.multiply(a[n].rest + tile.i * size, size, tile, sums);
-      complete(a[n], b[n], by, sums, tile);
+      complete(a[n], b[n], alpha, beta, sums, tile);
       out[n].store(sums, tile);
     });
   });
@@ -68,13 +58,11 @@ void product(const Symmetrics<T>& a, const Symmetrics<T>& b, const Symmetrics<T>
 
 }  // namespace
 
-bool product(const Parts& a, const Parts& b, const Parts& out, std::tuple<double, double, double> by) {
-  const auto [alpha, beta, shift] = by;
-  const Scalars scalars{static_cast<float>(alpha), static_cast<float>(beta), static_cast<float>(shift)};
+bool product(const Parts& a, const Parts& b, const Parts& out, double alpha, double beta) {
   return are_symmetric(a.first.scalar_type(), a, b, out) &&
-     with_product_type(a.first, a.first.size(-1), [&](auto zero) {
+     with_product_type(a.first, [&](auto zero) {
        using S = Symmetrics<decltype(zero)>;
-       product(S(a), S(b), S(out), scalars);
+       product(S(a), S(b), S(out), static_cast<float>(alpha), static_cast<float>(beta));
      });
 }
 

@@ -55,10 +55,24 @@ void square_tall(const T* x, int64_t depth, const Symmetrics<T>& out) {
 
 }  // namespace
 
+bool multiplies_apart(const at::Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 && has_products(base_of(x).first) && with_product_type(x, [](auto) {});
+}
+
+bool has_fast_bf16() {
+#if defined(__x86_64__)
+  // Intel's cores have AVX512_FP16, too. Without AMX their products of bf16 are slower than those of fp32.
+  constexpr unsigned kAmxBf16 = 1u << 22, kAvx512Fp16 = 1u << 23;  // CPUID leaf 7, EDX
+  unsigned a, b, c, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ((d & kAvx512Fp16) && !(d & kAmxBf16))) return false;
+#endif
+  return multiplies_bf16() && has_bf16_kernel();
+}
+
 bool square(const at::Tensor& x, const Parts& out) {
   const auto base = base_of(x);
   return has_products(base.first) && are_symmetric(x.scalar_type(), out) &&
-     with_product_type(x, x.size(-1), [&](auto zero) {
+     with_product_type(x, [&](auto zero) {
        using T = decltype(zero);
        (base.second ? square_tall<T> : square_wide<T>)(base.first.data_ptr<T>(), x.size(-1), Symmetrics<T>(out));
      });

@@ -8,7 +8,7 @@
 
 namespace muon {
 
-// One symmetric matrix [size, size]. In 16 bits its diagonal is apart, in fp32, and zero in the rest.
+// One symmetric matrix [size, size]. In bf16 its diagonal is apart, in fp32, and zero in the rest.
 template <typename T>
 struct Symmetric {
   T* rest;
@@ -42,7 +42,7 @@ struct Symmetric {
   }
 
  private:
-  // Copies the lower triangle to the upper one, as rounding may have made them differ. In 16 bits moves the diagonal out.
+  // Copies the lower triangle to the upper one, as rounding may have made them differ. In bf16 moves the diagonal out.
   void store_diagonal(const Sums& sums, int64_t first, int64_t rows) const {
     for (int64_t r = 0; r < rows; ++r) {
       float* row = sums.values + r * sums.stride;
@@ -61,22 +61,22 @@ struct Symmetric {
 template <typename T>
 struct Symmetrics {
   explicit Symmetrics(const Parts& parts)
-    : rest(parts.first.data_ptr<T>()), diagonal(parts.second.data_ptr<float>()), batch(parts.first.size(0)),
-      size(parts.first.size(-1)), per_matrix(parts.second.size(-1)) {}
+    : rest(parts.first.data_ptr<T>()), diagonal(parts.second ? parts.second->data_ptr<float>() : nullptr),
+      batch(parts.first.size(0)), size(parts.first.size(-1)) {}
 
   Symmetric<T> operator[](int64_t n) const {
-    return {rest + n * size * size, diagonal + n * per_matrix, size};
+    return {rest + n * size * size, diagonal ? diagonal + n * size : nullptr, size};
   }
 
   T* rest;
   float* diagonal;
-  int64_t batch, size, per_matrix;
+  int64_t batch, size;
 };
 
-// Whether the products are made for symmetric matrices: their diagonals are apart in 16 bits, else in the matrices.
+// Whether the products are made for symmetric matrices: their diagonals are apart in bf16, else in the matrices.
 template <typename... Symmetric>
 bool are_symmetric(at::ScalarType dtype, const Symmetric&... parts) {
-  return (... && (has_products(parts.first, parts.second) && (parts.second.size(-1) == 0) == (dtype == at::kFloat)));
+  return (... && (has_products(parts.first) && parts.second.has_value() == (dtype == at::kBFloat16)));
 }
 
 // The contiguous tensor that x is or is the transpose of, and whether it is the transpose.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix products tile by tile, on oneDNN's kernels: a tile of fp32 sums stays in the cache until it is rounded, once.
-// The left factor is read where it lies; of the right one a panel of columns is packed, because dot products of 16-bit
-// numbers take pairs of rows, and because packed rows are read in whole cache lines.
+// The left factor is read where it lies; of the right one a panel of columns is packed, because dot products of bf16
+// take pairs of rows, and because packed rows are read in whole cache lines.
 #pragma once
 
 #include <ATen/Context.h>
@@ -29,16 +29,9 @@
 
 namespace muon {
 
-// Rows that a packed panel holds side by side, because one instruction takes them together: pairs of bf16; of fp16 pairs
-// where AMX multiplies it, and single rows for AVX512_FP16.
+// Rows that a packed panel holds side by side, because one instruction takes pairs of bf16 together.
 template <typename T>
-int64_t rows_together() {
-  if constexpr (std::is_same_v<T, at::Half>) {
-    static const bool pairs = at::native::cpublas::could_pack(at::kHalf);
-    return pairs ? 2 : 1;
-  }
-  return std::is_same_v<T, at::BFloat16> ? 2 : 1;
-}
+constexpr int64_t kTogether = std::is_same_v<T, at::BFloat16> ? 2 : 1;
 
 // Rows and columns of a tile: large, so that the kernels are fast and their calls few.
 constexpr int64_t kTile = 64;
@@ -169,10 +162,6 @@ inline void widen(const float* from, float* to, int64_t count) {
   std::copy(from, from + count, to);
 }
 
-inline void widen(const at::Half* from, float* to, int64_t count) {
-  at::vec::convert(from, to, count);
-}
-
 inline void widen(const at::BFloat16* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     to[i] = c10::bit_cast<float>(static_cast<uint32_t>(from[i].x) << 16);
@@ -199,12 +188,12 @@ class Scratch {
   std::vector<std::byte> memory_;
 };
 
-// A panel of columns of a right factor, packed in strips as [strips, depth / together, kTile, together].
+// A panel of columns of a right factor, packed in strips as [strips, depth / kTogether, kTile, kTogether].
 template <typename T>
 class Panel {
  public:
   ~Panel() {
-    at::native::cpublas::brgemm_release(kIsHalf);
+    at::native::cpublas::brgemm_release(kIsBf16);
   }
 
   // Packs columns [first, first + count) of row-major y [depth, *].
@@ -220,11 +209,11 @@ class Panel {
     reserve(depth, first, count);
     for (int64_t j = first; j < first + count; j += kTile) {
       const int64_t width = std::min(kTile, first + count - j);
-      if (together_ == 1) {
+      if constexpr (kTogether<T> == 1) {
         transpose(y + j * stride, stride, strip(j), kTile, width, depth);
-      } else {  // a pair of halves is one word
+      } else {  // a pair of bf16 is one word
         auto* words = reinterpret_cast<const float*>(y + j * stride);
-        transpose(words, stride / together_, reinterpret_cast<float*>(strip(j)), kTile, width, depth / together_);
+        transpose(words, stride / kTogether<T>, reinterpret_cast<float*>(strip(j)), kTile, width, depth / kTogether<T>);
       }
     }
   }
@@ -235,24 +224,24 @@ class Panel {
     for (int64_t k = 0; k < depth_; k += kDepth) {
       at::native::cpublas::brgemm(
         tile.rows, tile.columns, std::min(kDepth, depth_ - k), stride, kTile, sums.stride, add || k > 0, left + k,
-        right + k * kTile, sums.values, kIsHalf);
+        right + k * kTile, sums.values, kIsBf16);
     }
   }
 
  private:
-  static constexpr bool kIsHalf = sizeof(T) == 2;
+  static constexpr bool kIsBf16 = std::is_same_v<T, at::BFloat16>;
   static constexpr int64_t kAhead = 16;
   // The longest sum that one kernel call makes, so that both factors of a tile stay in the cache.
   static constexpr int64_t kDepth = 2048 / sizeof(T);
 
   template <typename Width>
   void pack_strip(const T* y, int64_t stride, T* packed, Width width) const {
-    for (int64_t k = 0; k < depth_; k += together_, packed += kTile * together_) {
+    for (int64_t k = 0; k < depth_; k += kTogether<T>, packed += kTile * kTogether<T>) {
       const T* row = y + k * stride;
-      for (int64_t ahead = k + kAhead; ahead < std::min(k + kAhead + together_, depth_); ++ahead) {
+      for (int64_t ahead = k + kAhead; ahead < std::min(k + kAhead + kTogether<T>, depth_); ++ahead) {
         prefetch(y + ahead * stride, width);
       }
-      if (together_ == 1) {
+      if constexpr (kTogether<T> == 1) {
         for (int64_t c = 0; c < width; ++c) packed[c] = row[c];
       } else {
         auto* low = reinterpret_cast<const uint16_t*>(row);
@@ -281,7 +270,6 @@ class Panel {
   }
 
   T* packed_ = nullptr;
-  const int64_t together_ = rows_together<T>();
   int64_t depth_ = 0, first_ = 0;
 };
 
@@ -310,31 +298,27 @@ bool has_products(const Tensors&... tensors) {
   return (... && (tensors.is_cpu() && tensors.is_contiguous()));
 }
 
-// Whether this CPU has the instructions for products of a 16-bit dtype: on Arm bfmmla, elsewhere those that oneDNN's
-// kernels need; without them oneDNN would emulate.
-inline bool multiplies(at::ScalarType dtype) {
+// Whether this CPU has the instructions for products of bf16: on Arm bfmmla, elsewhere those that oneDNN's kernels need;
+// without them oneDNN would emulate.
+inline bool multiplies_bf16() {
 #if defined(__x86_64__)
-  unsigned a, b, c, d;
-  constexpr unsigned kAvx512Fp16 = 1u << 23;  // CPUID leaf 7, EDX; compilers before GCC 12 have no name for it
-  return dtype == at::kBFloat16 ? __builtin_cpu_supports("avx512bf16")
-                                : __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAvx512Fp16);
+  return __builtin_cpu_supports("avx512bf16");
 #elif defined(MUON_HAS_BFMMLA)
-  return dtype == at::kBFloat16 && (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+  return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
 #else
   return false;
 #endif
 }
 
-// Whether oneDNN has a kernel for a 16-bit dtype now. A user may switch oneDNN off, or limit its instructions by an
-// environment variable; at::native::cpublas::brgemm raises then.
-template <typename T>
-bool has_kernel() {
+// Whether there is a kernel for bf16 now. A user may switch oneDNN off, or limit its instructions by an environment
+// variable; at::native::cpublas::brgemm raises then.
+inline bool has_bf16_kernel() {
 #if defined(MUON_HAS_BFMMLA)
-  if constexpr (std::is_same_v<T, at::BFloat16>) return true;  // that of bfmmla.h
+  return true;  // that of bfmmla.h
 #endif
   if (!at::globalContext().userEnabledMkldnn()) return false;
   static const bool runs = [] {
-    const T factor[4] = {};
+    const at::BFloat16 factor[4] = {};
     float sums[4] = {};
     try {
       at::native::cpublas::brgemm(2, 2, 2, 2, 2, 2, false, factor, factor, sums, true);
@@ -347,24 +331,18 @@ bool has_kernel() {
   return runs;
 }
 
-// Calls body with a zero of x's type where there are kernels for it. Pairs of rows must not cross the end of a factor.
+// Calls body with a zero of x's type where there are products for it: of fp32, and of bf16 with even sizes, because
+// pairs of rows must not cross the end of a factor.
 template <typename Body>
-bool with_product_type(const at::Tensor& x, int64_t depth, const Body& body) {
-  const int64_t size = std::min(x.size(-2), x.size(-1));
+bool with_product_type(const at::Tensor& x, const Body& body) {
   if (x.scalar_type() == at::kFloat) {
     body(float());
     return true;
   }
-  const bool is_half = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
-  if (!is_half || depth % 2 != 0 || size % 2 != 0 || !multiplies(x.scalar_type())) {
-    return false;
-  }
-  const auto call_if_it_runs = [&](auto zero) {
-    const bool runs = has_kernel<decltype(zero)>();
-    if (runs) body(zero);
-    return runs;
-  };
-  return x.scalar_type() == at::kHalf ? call_if_it_runs(at::Half()) : call_if_it_runs(at::BFloat16());
+  if (x.scalar_type() != at::kBFloat16 || x.size(-1) % 2 != 0 || x.size(-2) % 2 != 0) return false;
+  if (!multiplies_bf16() || !has_bf16_kernel()) return false;
+  body(at::BFloat16());
+  return true;
 }
 
 }  // namespace muon

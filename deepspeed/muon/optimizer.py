@@ -19,17 +19,14 @@ from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.kernels.selection import product_tables
-from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.log import logger
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.choice import Choice, choice_from_json
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.schedules import Schedules
 from deepspeed.muon.matrices.pipeline import stage_of
-from deepspeed.muon.matrices.routing import route, shapes_of, tag_parameters
+from deepspeed.muon.matrices.routing import route, tag_parameters
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.numerics import fixed_numerics
@@ -46,11 +43,10 @@ from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.scheduler_view import UserGroups
-from deepspeed.muon.step.binding import StepContext, bind_partition, with_choice
+from deepspeed.muon.step.binding import StepContext, bind_partition, with_settings
 from deepspeed.muon.step.gradient_checks import are_finite, without_gradient
 from deepspeed.muon.step.normuon_moments import SecondMoments
 from deepspeed.muon.step.partition_step import PartitionStep, StepValues, short_hash
-from deepspeed.muon.tuning import Tuning, resume_choice
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -85,9 +81,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     """
 
     qk_clip: QKClip | None = None
-    _binding: tuple[Sequence[Partition], Tuning, torch.device] | None = None
-    #: The loaded :class:`Choice` that was logged last.
-    _logged_choice: Choice | None = None
+    #: Where Newton-Schulz runs; ``None`` until :meth:`bind`.
+    _device: torch.device | None = None
     _is_built = False
     _phase: Phase = nullcontext
     _stats: StepStats | None = None
@@ -110,8 +105,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.unused_options = check_options(model, self.specs.values(), self.config, layers)
         #: The parameters that were frozen when the optimizer was built, by name; weak, so that a model can drop them.
         self._frozen = weakref.WeakValueDictionary({n: p for n, p in model.named_parameters() if not p.requires_grad})
-        #: How many matrices of each shape go to Newton-Schulz.
-        self.shapes = shapes_of(self.specs.values())
         #: First tensor of a partition of Muon parameters -> the step of that partition.
         self._steps: dict[Tensor, PartitionStep] = {}
         self._adam_partitions: list[Partition] = []
@@ -170,39 +163,35 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @fixed_numerics()
     @torch.no_grad()
-    def bind(self, partitions: Sequence[Partition], tuning: Tuning, device: torch.device) -> None:
+    def bind(self, partitions: Sequence[Partition], device: torch.device) -> None:
         """Plan which rank orthogonalizes which matrix, and create optimizer state that was not loaded.
 
         A DeepSpeed engine calls this before the first step; in plain PyTorch, the first step does. Later changes of a
-        group's ``ns_method``, ``ns_choice`` and ``adjust_lr_fn`` have no effect.
+        group's ``ns_method`` and ``adjust_lr_fn`` have no effect.
 
         Args:
             partitions: a :class:`Partition` for each parameter group, or at stage 3 for each of ZeRO's sub-groups.
-            tuning: the dtype, methods and kernels of Newton-Schulz, which a loaded checkpoint overrides.
             device: where Newton-Schulz runs.
         """
-        if self.context.is_logging and self._binding is None:
+        if self.context.is_logging and self._device is None:
             warn_of_odd_settings(self.param_groups)
         self._steps.clear()
         self._adam_partitions.clear()
         self._fragments.clear()
         # Under CPU offload the shards are on the host, and Newton-Schulz runs on the accelerator.
         staging = Staging() if device.type != partitions[0].tensors[0].device.type else None
-        tables = self.kernels_on(device)
         for partition in partitions:
             group = self.param_groups[partition.index]
             self.create_states(partition)
             if not group["use_muon"]:
                 self._adam_partitions.append(partition)
                 continue
-            choice = resume_choice(group, tuning.choice, self.config.ns_dtype)
             self._steps[partition.tensors[0]] = bind_partition(
                 partition,
                 group,
                 config=self.config,
-                choice=choice,
+                dtype=self.ns_dtype,
                 context=self.context,
-                tables=tables,
                 exchange=Exchange(
                     group=partition.group,
                     dtype=DTYPES[self.config.wire],
@@ -213,46 +202,35 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 blocks=self._blocks,
                 second_moments=self.second_moments,
             )
-        self._binding = (partitions, tuning, device)
+        self._device = device
         self.second_moments.bind(self._steps.values())
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.context.peers, device)
 
     def after_load(self) -> None:
-        """Take over what a loaded state decides: how Newton-Schulz runs, and the second moments that this rank owns.
+        """Take over what a loaded state decides: the settings of groups, and the second moments that this rank owns.
 
         The plan stays, because it follows from shapes, ranks and config alone.
         """
-        if self._binding is None:
+        if self._device is None:
             return
-        _, tuning, device = self._binding
-        tables = self.kernels_on(device)
         for tensor, step in self._steps.items():
-            group = self.param_groups[step.partition.index]
-            choice = resume_choice(group, tuning.choice, self.config.ns_dtype)
-            self._steps[tensor] = with_choice(step, group, choice, self.context, tables)
+            self._steps[tensor] = with_settings(step, self.param_groups[step.partition.index])
         self.second_moments.bind(self._steps.values())
-        if self.context.is_logging and self._steps and self.choice != self._logged_choice:
-            self._logged_choice = self.choice
-            tuning.log_saved_choice(self.choice, self.shapes, self.config.schedule, tables.keys())
 
     def whole_state(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict`` has all ranks' second moments of NorMuon; entry is a collective."""
         return self.second_moments.whole()
 
     @property
-    def choice(self) -> Choice:
-        """Return Newton-Schulz's dtype, and its method and kernels for each matrix shape; valid after :meth:`bind`."""
-        return next(choice_from_json(group["ns_choice"]) for group in self.param_groups if group["use_muon"])
+    def ns_dtype(self) -> str:
+        """Return the dtype of Newton-Schulz's matrix products, a key of :data:`DTYPES`."""
+        return self.context.dtype if self.config.ns_dtype == "auto" else self.config.ns_dtype
 
     @property
     def ns_methods(self) -> set[str]:
         """Return the different values of ``ns_method`` in the Muon groups."""
         return {group["ns_method"] for group in self.param_groups if group["use_muon"]}
-
-    def kernels_on(self, device: torch.device) -> dict[str, Operations]:
-        """Return {name: kernels} of all kernels that can multiply matrices on ``device``; ``"torch"`` comes first."""
-        return product_tables(self.context.unavailable, device.type)
 
     @property
     def partitions(self) -> list[Partition]:
@@ -272,8 +250,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @property
     def compute_device(self) -> torch.device:
         """Return the device on which Newton-Schulz and collectives run. Valid after :meth:`bind`."""
-        assert self._binding is not None
-        return self._binding[2]
+        assert self._device is not None
+        return self._device
 
     def digest(self) -> str:
         """Return a hash of a step's collectives and arithmetic; valid after :meth:`bind`.
@@ -318,12 +296,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             yield
         finally:
             self._phase, self._stats = outer
-
-    def warm_up(self) -> None:
-        """Compile and autotune the Newton-Schulz kernels now rather than in the first step (accelerators only)."""
-        for step in self._steps.values():
-            if step.exchange.device.type != "cpu":
-                step.warm_up()
 
     def warn_of_no_matrix(self) -> None:
         """Log a warning that AdamW updates all parameters, and why no matrix goes to Muon."""
@@ -411,7 +383,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        if self._binding is None and not self._bind_on_first_use():
+        if self._device is None and not self._bind_on_first_use():
             return
         if not self.context.is_stepped_in_parts:
             # In every step, because a rank cannot know whether another rank has loaded a state.

@@ -124,7 +124,7 @@ def _halves(
 #: An unknown key of a parameter group counts as a misspelt setting if it is at least this similar to one (0 to 1).
 MISSPELT = 0.8
 #: Keys that the optimizer itself writes into its groups.
-OF_HALVES = ("lr_ratio", "use_muon", "ns_choice", "matrices", "blocks")
+OF_HALVES = ("lr_ratio", "use_muon", "matrices", "blocks")
 
 
 def is_user_data(key: Any, value: Any) -> bool:

@@ -15,11 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.groups import all_maxima, init_and_rank, processes
+from deepspeed.muon.exchange.groups import all_maxima, init_and_rank
 from deepspeed.muon.exchange.partition import whole_partition
-from deepspeed.muon.kernels.selection import choose, unavailable_kernels
+from deepspeed.muon.kernels.selection import choose, fast_dtype, unavailable_kernels
 from deepspeed.muon.step.binding import StepContext
-from deepspeed.muon.tuning import Candidates, has_bf16, may_time
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
@@ -51,8 +50,13 @@ def bind_without_sharding(optimizer: Any, replicas: Any) -> None:
     """Call ``optimizer.bind`` in plain PyTorch. ``replicas``: DDP's process group; ``None`` without DDP."""
     rank, copies = init_and_rank(replicas) if replicas else (0, 1)
     unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
+    device = next(iter(optimizer.specs)).device
     optimizer.context = StepContext(
-        is_logging=rank == 0, kernels=choose(unavailable), unavailable=unavailable, peers=replicas
+        is_logging=rank == 0,
+        kernels=choose(unavailable),
+        dtype=fast_dtype(device.type, unavailable),
+        unavailable=unavailable,
+        peers=replicas,
     )
     if rank == 0 and not any(group["use_muon"] for group in optimizer.param_groups):
         optimizer.warn_of_no_matrix()
@@ -67,17 +71,7 @@ def bind_without_sharding(optimizer: Any, replicas: Any) -> None:
         )
         for index, group in enumerate(optimizer.param_groups)
     ]
-    device = partitions[0].tensors[0].device
-    candidates = Candidates.from_config(
-        optimizer.config,
-        optimizer.kernels_on(device),
-        optimizer.ns_methods,
-        device,
-        has_bf16(device.type),
-    )
-    # Several processes might each measure another kernel as the fastest, so they choose without measuring.
-    may_measure = processes() == 1 and may_time()
-    optimizer.bind(partitions, candidates.choose(optimizer.shapes, world_size=1, may_time=may_measure), device)
+    optimizer.bind(partitions, device)
 
 
 def check_replicas_agree(optimizer: Any, replicas: Any) -> None:

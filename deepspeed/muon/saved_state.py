@@ -20,7 +20,6 @@ from torch import Tensor
 
 from deepspeed.muon.log import logger
 from deepspeed.muon.math.adamw import STARTED
-from deepspeed.muon.math.choice import unknown_in_choice
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, storage_dtype, zero_codes
 from deepspeed.muon.step.normuon_moments import SAVED
 from deepspeed.muon.step.partition_step import short_hash
@@ -263,18 +262,15 @@ def routing_difference(
 ) -> str | None:
     """Return an error message if saved parameter groups do not fit this run; otherwise ``None``.
 
-    They do not fit if another optimizer saved them, if Muon updated other parameters or groups, or if Newton-Schulz
-    used a dtype or method that this version does not know. ``folder``, ``stages``: see :func:`conversion`.
+    They do not fit if another optimizer saved them, or if Muon updated other parameters or groups. ``folder``,
+    ``stages``: see :func:`conversion`.
     """
     saved, current = group_kinds(groups), group_kinds(optimizer.param_groups)
     theirs = {name for group in groups for name in group.get("matrices", ())}
     ours, of_all_stages = muon_names(optimizer), optimizer.context.muon_of_all_stages
     is_of_all_stages = of_all_stages is not None and theirs == of_all_stages.keys()
     if is_of_all_stages or (saved == current and theirs == ours):
-        strange = [text for group in groups if "ns_choice" in group for text in unknown_in_choice(group["ns_choice"])]
-        names = ", ".join(dict.fromkeys(strange))
-        text = f"it was saved with dtypes or methods that this deepspeed-muon does not know, upgrade it: {names}"
-        return text if strange else None
+        return None
     if None in saved:
         cure = conversion(folder, stages, "--inject_missing_state ")
         return f"another optimizer saved it; if that was AdamW, {cure}"
@@ -295,8 +291,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     """Return the settings of a parameter group after a load: those in ``saved``, as with torch's optimizers.
 
     ``lr_ratio``, ``name``, ``moe`` and keys that ``saved`` lacks stay as in ``current``, the group before the load. The
-    key ``params`` is left out. Warn about settings that differ, except learning rates, which schedules change, and
-    choices of the saved run, such as ``ns_choice``.
+    key ``params`` is left out. Warn about settings that differ, except learning rates, which schedules change.
     """
     # Not the config's rates: a rate that the script has lowered by hand would jump back on every resume.
     if (ratio := saved.get("lr_ratio", current.get("lr_ratio"))) != current.get("lr_ratio"):
@@ -307,10 +302,9 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
             current.get("name"),
             change,
         )
-    left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks", "owner_counts", NAMES}
+    left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks", "owner_counts", "ns_choice", NAMES}
     settings = {key: value for key, value in saved.items() if key not in left_out}
-    # Schedules change rates all the time, and the other keys are choices that the saved run made, not settings.
-    silent = {"lr", "initial_lr", "ns_choice", SAVED, STARTED}
+    silent = {"lr", "initial_lr", SAVED, STARTED}  # schedules change rates all the time
     if current.get("use_muon"):  # torch's schedulers change the betas of every group; a Muon group's have no effect
         silent.add("betas")
     for key, value in settings.items():

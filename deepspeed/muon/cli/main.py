@@ -33,7 +33,6 @@ from deepspeed.muon.forecast.layout import group_specs
 from deepspeed.muon.matrices.routing import head_note
 from deepspeed.muon.plan.memory import Memory
 from deepspeed.muon.plan.plan import without_collector
-from deepspeed.muon.tuning import Candidates
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.states_by_name import import_stocks_muon
 from deepspeed.muon.zero.read_config import find_ds_config, parse_file, read_settings
@@ -45,7 +44,7 @@ SHARE = (
     "recomputation, at the rate of Newton-Schulz; kernels compute one triangle of large symmetric products; "
     "communication takes what the planner assumes; ZeRO's own, and elementwise passes, are left out"
 )
-CHOSEN_LATER = "ns_dtype, ns_method: a run times its kernels to decide auto; this plan counts operations instead"
+BF16_ON_CPU = "ns_dtype: a run on a CPU that multiplies bf16 faster than fp32 takes bf16; this plan counts in fp32"
 #: Tokens per rank and step for which ``ds_muon plan`` always prints Muon's share of a step.
 TOKENS = (1024, 4096, 16384, 65536)
 LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ... -m deepspeed.muon.cli report --live"
@@ -145,10 +144,11 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     settings = read_settings(args.config, section, args.world_size, args.stage)
     config, device = settings.config, torch.device(args.device)
     layout = settings.layout
-    dtype = Candidates.from_config(config, {}, {config.ns_method}, device, has_bf16=True).default_dtype
+    default = "fp32" if args.device == "cpu" else "fp16"
+    dtype = default if config.ns_dtype == "auto" else config.ns_dtype
     model = build(args.model)
     try:
-        groups = group_specs(model, config)
+        groups = group_specs(model, config, dtype, args.device)
     except errors.MuonConfigError:
         raise
     except ValueError as error:
@@ -187,7 +187,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
             *([] if config.preset == "none" else [config.preset_summary]),
             *settings.notes,
             *filter(None, [head_note(spec for group in groups for spec in group.specs)]),
-            *([CHOSEN_LATER] if "auto" in (config.ns_dtype, config.ns_method) else []),
+            *([BF16_ON_CPU] if args.device == "cpu" and config.ns_dtype == "auto" else []),
         ],
     }
 

@@ -18,8 +18,6 @@ import torch
 
 from deepspeed.muon.cli.plan_tables import aligned
 from deepspeed.muon.kernels import selection
-from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.tuning import keep_dtype_hint, measure_rates
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.live_trial import run_trial
 from deepspeed.muon.zero.patches import is_tested, seam_states
@@ -30,11 +28,9 @@ ENTRY_GROUP, ENTRY_NAME = "torch.backends", "deepspeed_muon"
 #: Environment variables. If one is 0, DeepSpeed stays untouched until ``import deepspeed.muon``.
 SWITCHES = ("DS_MUON_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 #: Packages whose versions are shown and must be equal on all ranks.
-PACKAGES = ("torch", "deepspeed", "numpy", "triton", "quack-kernels", "transformers")
+PACKAGES = ("torch", "deepspeed", "numpy", "triton", "transformers")
 #: Column titles of the table of ``--live``.
 TRIAL = ("ZeRO", "trains", "error", "step ms")
-#: Rows and columns of the matrices on which products are timed.
-SHAPE = (512, 2048)
 
 
 def environment() -> dict[str, Any]:
@@ -42,8 +38,8 @@ def environment() -> dict[str, Any]:
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
-    device, unavailable = accelerator(), selection.unavailable_kernels("auto", ["cpu"])
-    rates = _rates(device["kind"])
+    device = accelerator()
+    unavailable = selection.unavailable_kernels("auto", sorted({"cpu", device["kind"]}))
     facts: dict[str, Any] = {
         "versions": versions,
         "tested_deepspeed": {**tested, "includes_installed": includes_installed},
@@ -53,24 +49,11 @@ def environment() -> dict[str, Any]:
         "tools": _tools(),
         # A step on the CPU would build the kernels too, so the report does, if they are not built yet.
         "kernels": selection.summary(selection.choose(unavailable), unavailable),
-        "products_tflops": rates,
-        "fastest_dtype": max(rates, key=rates.__getitem__, default=None),
+        "ns_dtype": selection.fast_dtype(device["kind"], unavailable),
         "backends": backends(),
     }
     problems = list(_problems(facts))
     return facts | {"problems": problems, "ok": not problems}
-
-
-def _rates(device_type: str) -> dict[str, float]:
-    """Time the matrix products of Newton-Schulz. Return {dtype: TFLOP/s with the fastest kernels}.
-
-    Dtypes that fail or are much slower than others are left out. A symmetric product counts as a full product.
-    """
-    unavailable = selection.unavailable_kernels("auto", [device_type])
-    tables = selection.product_tables(unavailable, device_type)
-    device = torch.device(device_type)
-    rates = measure_rates({SHAPE: 4}, world_size=1, dtypes=DTYPES, tables=tables, device=device)
-    return {dtype: max(of_tables.values()) / 1e12 for dtype, of_tables in rates.items() if of_tables}
 
 
 def _versions() -> dict[str, str | None]:
@@ -184,7 +167,6 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
     tested, activation = facts["tested_deepspeed"], facts["activation"]
     device = facts["accelerator"]
     inside = "tested" if tested["includes_installed"] else "NOT TESTED"
-    rates = [f"{dtype} {tflops:.3g}" for dtype, tflops in facts["products_tflops"].items()]
     rows = [
         *([name, version or "not installed"] for name, version in facts["versions"].items()),
         *([name, version or "not found"] for name, version in facts["tools"].items()),
@@ -196,8 +178,7 @@ def as_text(facts: dict[str, Any], every: bool = False) -> str:
         ["accelerator", f"{device['count']} x {device['name']}, backend {device['backend']}"],
         ["backends of torch", ", ".join(name for name, has in facts["backends"].items() if has) or "NONE"],
         ["kernels", facts["kernels"]],
-        ["products of Newton-Schulz", f"{', '.join(rates)} TFLOP/s, on matrices of {SHAPE[0]} x {SHAPE[1]}"],
-        *([["fastest dtype", f"{best}; {keep_dtype_hint(best)}"]] if (best := facts["fastest_dtype"]) else []),
+        ["dtype of Newton-Schulz", f"{facts['ns_dtype']} on {device['kind']}, unless ns_dtype is set"],
     ]
     verdict = [f"problem: {problem}" for problem in facts["problems"]] or ["nothing essential is missing"]
     return "\n".join([*verdict, "", aligned(rows), *_launch_lines(facts.get("launch"))])

@@ -11,7 +11,6 @@ from typing import Any
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, StepCost, StepPart, lay_out, step_cost
-from deepspeed.muon.kernels.triton_table import MULTIPLE, SYMMETRIC_FROM
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
 from deepspeed.muon.math.scale import scale_factor
@@ -148,20 +147,11 @@ def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict
 def _busiest_rank(cost: StepCost, schedule: Schedule, memory: Memory) -> float:
     """Return the operations of Newton-Schulz on the rank with most to do."""
     method, by_rank = cost.part.group.method(schedule, memory.dtype), [0.0] * cost.part.world_size
+    computed = 0.5 if memory.has_native_products else 1.0  # the C++ kernels compute one triangle
     for owner, item in zip(cost.plan.owners, cost.plan.items, strict=True):
         rows, cols = item.shape
-        computed = _computed_fraction(rows, cols, memory)
         by_rank[owner] += flops(rows, cols, schedule, method(rows, cols), memory.dtype, computed)
     return max(by_rank)
-
-
-def _computed_fraction(rows: int, cols: int, memory: Memory) -> float:
-    """Return which fraction of a symmetric product kernels compute for a matrix: 1, or 0.5 for one triangle."""
-    is_large = min(rows, cols) >= SYMMETRIC_FROM and rows % MULTIPLE == cols % MULTIPLE == 0
-    on_accelerator = memory.device_type != "cpu"
-    if memory.plain or (on_accelerator and not (is_large and memory.dtype != "fp32")):
-        return 1.0
-    return 0.5
 
 
 def share_of_step(muon: float, per_token: float, tokens: int) -> float:

@@ -16,8 +16,8 @@ from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.kernels.codes import block_count
-from deepspeed.muon.math.choice import counted_method
 from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.newton_schulz import exact_method, method_of
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import route
@@ -59,7 +59,7 @@ class GroupSpec:
         If ``ns_method`` is ``auto``, the function returns the method with fewer floating-point operations for
         ``schedule``, the coefficients of Newton-Schulz, and ``dtype``, the dtype of its matrix products.
         """
-        return cache(partial(counted_method, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
+        return cache(partial(method_of, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def cost_model(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
         """Return the model by which the planner divides the group's matrices among ranks.
@@ -73,10 +73,10 @@ class GroupSpec:
         return scale_factor(self.adjust_lr_fn, block.rows, block.cols, self.rms_scale)
 
 
-def group_specs(model: nn.Module, config: MuonConfig) -> list[GroupSpec]:
+def group_specs(model: nn.Module, config: MuonConfig, dtype: str = "fp32", device_type: str = "cpu") -> list[GroupSpec]:
     """Return the Muon groups and the AdamW groups of an optimizer for all trainable parameters of ``model``.
 
-    ``model`` may be on the meta device.
+    ``model`` may be on the meta device. ``dtype``, ``device_type``: of Newton-Schulz, such as ``fp16`` on ``cuda``.
 
     Raises:
         MuonConfigError: ``config`` does not fit ``model``; for example, a pattern matches no parameter.
@@ -90,7 +90,8 @@ def group_specs(model: nn.Module, config: MuonConfig) -> list[GroupSpec]:
             rms_scale=config.rms_scale,
             momentum_dtype=config.momentum_dtype,
             normuon=config.normuon,
-            **{key: group[key] for key in ("use_muon", "ns_method", "adjust_lr_fn") if key in group},
+            ns_method=exact_method(group.get("ns_method", "auto"), dtype, device_type),
+            **{key: group[key] for key in ("use_muon", "adjust_lr_fn") if key in group},
         )
         for group in split_groups(model.parameters(), specs, config).halves
     ]

@@ -5,14 +5,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import KernelError
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
+
+
+class Apart(NamedTuple):
+    """A batch of symmetric bf16 matrices, ``rest + diagonal``.
+
+    ``rest``: ``[batch, k, k]``, contiguous, bf16, with zeros on the diagonal. ``diagonal``: ``[batch, k]``, fp32.
+    """
+
+    # In Newton-Schulz a matrix is a multiple of I plus something smaller. bf16 would round all entries of such a
+    # diagonal alike, and so shift every eigenvalue.
+    rest: Tensor
+    diagonal: Tensor
 
 
 @functools.cache
@@ -61,12 +74,22 @@ def table(module: Any) -> Operations:
 
         return call
 
-    def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
-        if not module.product(a, b, out, coeffs):
-            reference.product(a, b, out, work, coeffs)
+    def symmetric(name: str, x: Tensor, work: Workspace) -> Tensor | Apart:
+        rest = reference.symmetric(name, x, work)
+        if not module.multiplies_apart(x):
+            return rest
+        return Apart(rest, work.get(f"{name} diagonal", tuple(rest.shape[:2]), torch.float32, x.device))
 
-    def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-        return out if module.multiply(p, x, out) else reference.multiply(p, x, out, work)
+    def square(x: Tensor, out: Any, work: Workspace) -> None:
+        if not module.square(x, _parts(out)):
+            reference.square(x, out, work)
+
+    def product(a: Any, b: Any, out: Any, work: Workspace, alpha: float = 1.0, beta: float = 0.0) -> None:
+        if not module.product(_parts(a), _parts(b), _parts(out), alpha, beta):
+            reference.product(a, b, out, work, alpha, beta)
+
+    def multiply(p: Any, x: Tensor, out: Tensor, work: Workspace, shift: float = 0.0) -> Tensor:
+        return out if module.multiply(_parts(p), x, out, shift) else reference.multiply(p, x, out, work, shift)
 
     return Operations(
         name=f"C++ ({module.cpu_capability})",
@@ -76,7 +99,14 @@ def table(module: Any) -> Operations:
         apply_=without_workspace("apply_"),
         copy_rounded=without_workspace("copy_rounded"),
         normalize=lambda x, out, norm=1.0: out if module.normalize(x, out, norm) else reference.normalize(x, out, norm),
-        square=without_workspace("square"),
+        symmetric=symmetric,
+        diagonal=lambda matrix: matrix.diagonal if isinstance(matrix, Apart) else reference.diagonal(matrix),
+        square=square,
         product=product,
         multiply=multiply,
+        fast_dtype="bf16" if module.has_fast_bf16() else "fp32",
     )
+
+
+def _parts(matrix: Tensor | Apart) -> tuple[Tensor, Tensor | None]:
+    return matrix if isinstance(matrix, Apart) else (matrix, None)

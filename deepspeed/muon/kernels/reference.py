@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels.codes import BLOCK, block_count, decode, encode
 from deepspeed.muon.kernels.rounding import Key, noise, round_
-from deepspeed.muon.kernels.table import PLAIN, Operations, RunOperations, Scalars, Symmetric, Tiles, base_of
+from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles, base_of
 from deepspeed.muon.kernels.workspace import Workspace
 
 #: Number of elements that are processed at a time if temporaries are needed: on a CPU they fit in its cache, elsewhere
@@ -171,93 +171,71 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
     of each matrix near one.
 
     Args:
-        x: ``[batch, rows, cols]``, bf16 or fp32; overwritten.
+        x: ``[batch, rows, cols]``, contiguous, bf16 or fp32; overwritten.
         out: same shape, any floating dtype; receives the result, which is rounded once; may be ``x``.
         norm: a power of two.
     """
-    for matrix, result in zip(x.unbind(0), out.unbind(0), strict=True):
-        _, length = exponent_and_norm(matrix)
-        divisor = torch.where(length == 0, 1.0, length / norm)
-        # On CUDA torch rounds a 0-D divisor to the matrix's dtype, by up to 0.4 %, but not a divisor with dimensions.
-        # On a CPU it does not round a 0-D divisor; one with dimensions costs a copy, and makes the quotient fp32.
-        is_plain = divisor.device.type == "cpu" and matrix.dtype == result.dtype
-        torch.div(matrix, divisor if is_plain else divisor.view(1, 1), out=result)
-    return out
-
-
-def exponent_and_norm(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide a 2-D matrix, bf16 or fp32, in place by a power of two 2^e that brings its largest entry near one.
-
-    Return (e, Frobenius norm of the divided matrix), both 0-D and fp32.
-    """
-    exponent = near_one_(matrix)
+    near_one_(x.view(x.size(0), -1), dim=1)
     # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
-    return exponent, torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32))
+    by_rows = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    length = torch.linalg.vector_norm(by_rows, dim=-1).view(-1, 1, 1)
+    return torch.div(x, torch.where(length == 0, 1.0, length / norm), out=out)
 
 
-def near_one_(matrix: Tensor, dim: int | None = None) -> Tensor:
+def near_one_(matrix: Tensor, dim: int) -> None:
     """Divide a 2-D matrix, bf16 or fp32, in place by powers of two that bring its largest entries near one.
 
-    Return the exponents, fp32: 0-D if ``dim`` is ``None`` (one power for the matrix), ``[rows, 1]`` if it is 1 (one for
-    each row), ``[1, cols]`` if it is 0 (one for each column).
+    ``dim``: 1 for one power for each row, 0 for one for each column.
     """
-    low, high = torch.aminmax(matrix, dim=dim, keepdim=dim is not None)
+    low, high = torch.aminmax(matrix, dim=dim, keepdim=True)
     largest = torch.maximum(high, -low).float()
     # frexp's exponent, from the bits of fp32, because not every backend has frexp; less for zero and subnormal numbers.
     exponent = largest.view(torch.int32).bitwise_right_shift(23).sub(126)
-    # Within +-126 the power is a normal fp32 number; subnormal inputs end near 2^-23, which is safe.
-    exponent = exponent.clamp(-126, 126).float()
-    matrix.mul_(torch.exp2(-exponent))
-    return exponent
+    # Within +-126 the power is a normal number; subnormal inputs end near 2^-23, which is safe.
+    matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()).to(matrix.dtype))
 
 
-def square(x: Tensor, out: Symmetric, work: Workspace) -> None:
+def symmetric(name: str, x: Tensor, work: Workspace) -> Tensor:
+    """Return room for ``X X^T`` of each matrix X in ``x``: ``[batch, rows, rows]`` for ``[batch, rows, cols]``.
+
+    It is not initialized. ``work`` owns the memory, which another call with the same ``name`` may reuse.
+    """
+    return work.get(name, (x.size(0), x.size(-2), x.size(-2)), x.dtype, x.device)
+
+
+def square(x: Tensor, out: Tensor, work: Workspace) -> None:
     """Set ``out = X X^T`` for each matrix X in ``x``.
 
     ``x``: ``[batch, rows, cols]``, bf16, fp16 or fp32, contiguous or a transposed view of a contiguous tensor. ``out``:
     ``[batch, rows, rows]``, in the same dtype.
     """
-    torch.bmm(x, x.mT, out=out.rest)
-    if not out.is_whole:
-        separate_diagonal(x, out)
+    torch.bmm(x, x.mT, out=out)
 
 
-def separate_diagonal(x: Tensor, out: Symmetric) -> None:
-    """Set ``out.diagonal`` to the diagonal of X X^T in fp32, for each X in ``x``; set that of ``out.rest`` to zero."""
-    torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32, out=out.diagonal).square_()
-    out.rest.diagonal(dim1=-2, dim2=-1).zero_()
+def diagonal(matrix: Tensor) -> Tensor:
+    """Return a view, ``[batch, k]``, of the diagonals of matrices ``[batch, k, k]``."""
+    return matrix.diagonal(dim1=-2, dim2=-1)
 
 
-def product(a: Symmetric, b: Symmetric, out: Symmetric, work: Workspace, coeffs: Scalars = PLAIN) -> None:
-    """Set ``out = alpha A B + beta A + shift I`` for symmetric A and B that commute, so that the result is symmetric.
+def product(a: Tensor, b: Tensor, out: Tensor, work: Workspace, alpha: float = 1.0, beta: float = 0.0) -> None:
+    """Set ``out = alpha A B + beta A`` for symmetric A and B that commute, so that the result is symmetric.
 
-    All have the same shape and dtype. ``a`` may be ``b``; ``out`` may be neither. ``coeffs``: (alpha, beta, shift).
+    All have the same shape and dtype. ``a`` may be ``b``; ``out`` may be neither.
     """
-    alpha, beta, shift = coeffs
-    torch.baddbmm(a.rest, a.rest, b.rest, beta=beta, alpha=alpha, out=out.rest)
-    if out.is_whole:
-        out.rest.diagonal(dim1=-2, dim2=-1).add_(shift)
-        return
-    cross, more = (work.get(f"cross{i}", tuple(a.rest.shape), torch.float32, a.rest.device) for i in range(2))
-    torch.mul(a.rest, b.diagonal.unsqueeze(-2), out=cross)
-    cross.add_(torch.mul(b.rest, a.diagonal.unsqueeze(-1), out=more))
-    out.rest.add_(cross, alpha=alpha).diagonal(dim1=-2, dim2=-1).zero_()
-    torch.sum(cross.copy_(a.rest).mul_(b.rest), dim=-1, out=out.diagonal)  # bf16 times bf16 would be rounded to bf16
-    out.diagonal.addcmul_(a.diagonal, b.diagonal).mul_(alpha).add_(a.diagonal, alpha=beta).add_(shift)
+    torch.baddbmm(a, a, b, beta=beta, alpha=alpha, out=out)
 
 
-def multiply(p: Symmetric, x: Tensor, out: Tensor, work: Workspace) -> Tensor:
-    """Set ``out = P X`` for each matrix of a batch, and return ``out``.
+def multiply(p: Tensor, x: Tensor, out: Tensor, work: Workspace, shift: float = 0.0) -> Tensor:
+    """Set ``out = P X + shift X`` for each matrix of a batch, and return ``out``.
 
-    ``p``: ``[batch, rows, rows]``. ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a contiguous
-    tensor, in the same dtype. ``out``: equal to ``x`` in shape, strides and dtype, but not ``x``.
+    ``p``: ``[batch, rows, rows]``, symmetric. ``x``: ``[batch, rows, cols]``, contiguous or a transposed view of a
+    contiguous tensor, in the same dtype. ``out``: equal to ``x`` in shape, strides and dtype, but not ``x``.
     """
+    # The shift is not added to P's diagonal: 16 bits would round all entries of the sum alike, and so shift every
+    # eigenvalue.
     (base, is_transposed), (result, _) = base_of(x), base_of(out)
-    left, right = (base, p.rest) if is_transposed else (p.rest, base)
-    torch.bmm(left, right, out=result)
-    if not p.is_whole:
-        scaled = work.get("cross0", tuple(base.shape), torch.float32, x.device)
-        result.add_(torch.mul(base, p.diagonal.unsqueeze(-2 if is_transposed else -1), out=scaled))
+    left, right = (base, p) if is_transposed else (p, base)
+    torch.baddbmm(base, left, right, beta=shift, out=result)
     return out
 
 
@@ -269,6 +247,8 @@ OPERATIONS = Operations(
     apply_=apply_,
     copy_rounded=copy_rounded,
     normalize=normalize,
+    symmetric=symmetric,
+    diagonal=diagonal,
     square=square,
     product=product,
     multiply=multiply,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,50 +13,9 @@ from torch import Tensor
 from deepspeed.muon.kernels.workspace import Workspace
 
 
-class Symmetric(NamedTuple):
-    """A batch of symmetric matrices, ``diagonal + rest``. Those in 16 bits have their diagonals in fp32.
-
-    ``rest``: ``[batch, k, k]``, contiguous, bf16, fp16 or fp32. ``diagonal``: fp32, ``[batch, k]``, and ``rest`` has
-    zeros there. If ``diagonal`` is empty, ``[batch, 0]``, as for fp32 matrices, ``rest`` is the whole matrix.
-    """
-
-    # In Newton-Schulz a matrix is a multiple of I plus something smaller. bf16 would round all entries of such a
-    # diagonal alike, and so shift every eigenvalue.
-    rest: Tensor
-    diagonal: Tensor
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether ``rest`` is the whole matrix, and ``diagonal`` is empty."""
-        return self.diagonal.size(-1) == 0
-
-
 def base_of(x: Tensor) -> tuple[Tensor, bool]:
     """Return (``x``, False) if ``x`` is contiguous, otherwise (``x.mT``, True), which must be contiguous."""
     return (x, False) if x.is_contiguous() else (x.mT, True)
-
-
-def symmetric_of(name: str, x: Tensor, work: Workspace) -> Symmetric:
-    """Return an uninitialized :class:`Symmetric` for ``X X^T`` of each matrix X in ``x``, ``[batch, rows, cols]``.
-
-    ``work`` owns its memory, which another call with the same ``name`` may reuse.
-    """
-    batch, size = x.size(0), x.size(-2)
-    rest = work.get(name, (batch, size, size), x.dtype, x.device)
-    apart = 0 if x.dtype == torch.float32 else size
-    return Symmetric(rest, work.get(f"{name} diagonal", (batch, apart), torch.float32, x.device))
-
-
-class Scalars(NamedTuple):
-    """The scalars of the product ``alpha A B + beta A + shift I``."""
-
-    alpha: float = 1.0
-    beta: float = 0.0
-    shift: float = 0.0
-
-
-#: The scalars of the product ``A B``.
-PLAIN = Scalars()
 
 
 class Tiles(NamedTuple):
@@ -101,8 +60,13 @@ class Operations:
     apply_: Callable[..., None]
     copy_rounded: Callable[..., None]
     normalize: Callable[..., Tensor]
+    #: Returns room for symmetric matrices, in the form that ``square``, ``product`` and ``multiply`` take.
+    symmetric: Callable[[str, Tensor, Workspace], Any]
+    diagonal: Callable[[Any], Tensor]
     square: Callable[..., None]
     product: Callable[..., None]
     multiply: Callable[..., Tensor]
+    #: The dtype of the fastest products on this CPU.
+    fast_dtype: str = "fp32"
     #: ``None`` on devices where launches are cheap; each run then has its own launch.
     runs: RunOperations | None = None

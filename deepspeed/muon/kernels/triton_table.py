@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import probe, reference
-from deepspeed.muon.kernels.table import Operations, RunOperations, Symmetric, base_of
+from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels.codes import block_count
+from deepspeed.muon.kernels.table import Operations, RunOperations
+from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.numerics import fixed_numerics
 
-#: Symmetric products whose result has at least this many rows are computed as one triangle. Smaller results
-#: have too few tiles to fill the GPU, or are smaller than one of quack's tiles. For larger results a timing at start
-#: decides whether to use these kernels; ``python -m benchmarks gpu`` prints the times.
-SYMMETRIC_FROM = 512
-#: Triton copies 16 bytes at a time, asynchronously, only if sizes are multiples of ``MULTIPLE`` elements and addresses
-#: multiples of ``ADDRESS`` bytes. Otherwise products wait for loads of single elements.
-MULTIPLE, ADDRESS = 16, 16
 FP32, BF16, INT8 = (torch.float32,), (torch.bfloat16,), (torch.int8,)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-HALVES = (torch.bfloat16, torch.float16)
+#: Device of the check: this process's GPU, NVIDIA's or AMD's.
+DEVICE = "cuda"
+#: Rows and columns of the random matrices of the check.
+SHAPE = (64, 128)
+#: A relative difference from plain PyTorch above this is an error; rounding twice to bf16 stays below it.
+TOLERANCE = 0.02
 
 
 def unavailable() -> str | None:
@@ -35,37 +36,75 @@ def unavailable() -> str | None:
         return "no NVIDIA or AMD GPU"
     if not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than Ampere"
-    reason = probe.why_wrong(_untuned)
+    reason = why_wrong(lambda: operations(reference.OPERATIONS))
     return reason and f"Triton's kernels fail: {reason}"
 
 
-def _untuned() -> Operations:
-    """Return the Triton kernels with one fixed configuration of the products, so that a check need not autotune."""
-    table = operations(reference.OPERATIONS)
-    if torch.version.hip:
-        return table
-    from deepspeed.muon.kernels import triton_products as products
+@fixed_numerics()
+def why_wrong(build: Callable[[], Operations]) -> str | None:
+    """Check the kernels that ``build()`` returns on this process's GPU. Return why they fail; ``None`` if they work.
 
-    square, product = (
-        functools.partial(f, kernel=products.untuned_kernel) for f in (products.square, products.product)
-    )
-    return dataclasses.replace(table, square=square, product=product)
+    The reason is one line: an error of any type that ``build`` or a kernel raised, or the name of a kernel whose result
+    differs from plain PyTorch's. This also compiles the kernels before the first step.
+    """
+    try:
+        found, expected = _results(build()), _results(reference.OPERATIONS)
+        for name, result in found.items():
+            difference = float((result - expected[name]).norm() / expected[name].norm())
+            if not difference <= TOLERANCE:
+                return f"the result of {name} is wrong, by {difference:.2g} of its norm"
+    except Exception as error:  # one that leaves the GPU unusable still ends the process, at a later call
+        line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return None
+
+
+def _results(table: Operations) -> dict[str, Tensor]:
+    """Run every elementwise kernel of ``table`` on random input, and return {name: result in fp32}."""
+    work, results = Workspace(), {}
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float32, device="cpu").to(DEVICE)
+    param, grad = x.flatten().clone(), x.flatten().flip(0)
+    out = torch.empty(x.numel(), dtype=torch.bfloat16, device=DEVICE)
+
+    table.advance(param, grad, out, 0.9, True, work)
+    results["advance"] = torch.cat([param, out.float()])
+    kept = param.bfloat16()
+    table.advance_rounded(kept, grad, out, 0.9, True, (1, 2), 0, work)
+    results["advance_rounded"] = torch.cat([kept.float(), out.float()])
+    table.copy_rounded(kept, param, (1, 2), 0, work)
+    results["copy_rounded"] = kept.float()
+    codes = torch.zeros(param.numel(), dtype=torch.int8, device=DEVICE)
+    absmax = torch.zeros(block_count(param.numel()), dtype=torch.float32, device=DEVICE)
+    table.advance_codes(codes, absmax, grad, out, 0.9, True, (1, 2), 0, work)
+    results["advance_codes"] = torch.cat([codes.float(), absmax, out.float()])
+    for name, cautious in (("apply_", False), ("cautious apply_", True)):
+        table.apply_(param, out, 0.1, 0.7, 5.0, cautious, work)
+        results[name] = param.clone()
+    runs, half = table.runs or reference.RUNS, param.numel() // 2
+    tiles = runs.tiles([(0, half, half), (half, 0, half)], param.device)
+    runs.advance(param, grad, out, tiles, 0.9, True)
+    results["advance of runs"] = torch.cat([param, out.float()])
+    for name, cautious in (("apply_ of runs", False), ("cautious apply_ of runs", True)):
+        runs.apply_(param, out, tiles, 0.1, 0.7, 5.0, cautious)
+        results[name] = param.clone()
+    results["normalize"] = table.normalize(x.bfloat16(), torch.empty_like(x, dtype=torch.float16)).float()
+    return results
 
 
 def operations(other: Operations) -> Operations:
     """Return the Triton kernels. Calls that they do not support go to the kernels of the table ``other``.
 
-    Examples are calls with tensors that are not on a GPU or have other dtypes, and matrix products on AMD GPUs.
+    Examples are calls with tensors that are not on a GPU or have other dtypes, and all matrix products.
 
     Raises:
         ImportError: Triton is not installed.
     """
     from deepspeed.muon.kernels import triton_elementwise as passes
-    from deepspeed.muon.kernels import triton_products as products
 
-    elementwise = dataclasses.replace(
+    return dataclasses.replace(
         other,
-        name=f"triton (elementwise) + {other.name}",
+        name=f"triton + {other.name}",
         advance=_either(_takes(FP32), passes.advance, other.advance),
         advance_rounded=_either(_takes(BF16), passes.advance_rounded, other.advance_rounded),
         advance_codes=_either(_takes(INT8), passes.advance_codes, other.advance_codes),
@@ -73,23 +112,6 @@ def operations(other: Operations) -> Operations:
         normalize=_either(_takes(FLOATS), passes.normalize, other.normalize),
         runs=RunOperations(
             fits=_takes(FP32), tiles=passes.tiles, advance=passes.advance_runs, apply_=passes.apply_runs_
-        ),
-    )
-    if torch.version.hip:
-        return elementwise
-    return dataclasses.replace(
-        elementwise,
-        name=f"triton + {other.name}",
-        square=_either(takes_square, products.square, other.square),
-        product=_either(
-            takes_product,
-            products.product,
-            _either(lambda a, b, out, *_: _have_separate_diagonals(a, b, out), products.unfused_product, other.product),
-        ),
-        multiply=_either(
-            lambda p, x, out, *_: _have_separate_diagonals(p, others=[base_of(x)[0], base_of(out)[0]]),
-            products.multiply,
-            other.multiply,
         ),
     )
 
@@ -101,7 +123,7 @@ def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not supports(*args):
             return fallback(*args, **kwargs)
-        with torch.cuda.device_of(args[0].rest if isinstance(args[0], Symmetric) else args[0]):
+        with torch.cuda.device_of(args[0]):
             return kernel(*args, **kwargs)
 
     return call
@@ -122,31 +144,7 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _are_plain(tensors: Sequence[Tensor], dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
+def _are_plain(tensors: Sequence[Tensor], dtypes: tuple[torch.dtype, ...]) -> bool:
     """Return whether all tensors are contiguous, on the same GPU, and in one of ``dtypes``."""
     device = tensors[0].device
     return all(is_on_gpu(t) and t.device == device and t.dtype in dtypes and t.is_contiguous() for t in tensors)
-
-
-def _have_separate_diagonals(*matrices: Symmetric, others: Sequence[Tensor] = ()) -> bool:
-    """Return whether all ``matrices`` have separate diagonals, and :func:`_are_plain` holds for all tensors."""
-    parts = [part for matrix in matrices for part in matrix]
-    return not any(matrix.is_whole for matrix in matrices) and _are_plain([*parts, *others])
-
-
-def takes_square(x: Tensor, out: Symmetric, *_: Any) -> bool:
-    """Return whether Triton's and quack's ``square`` support these tensors; see :func:`_are_large` for sizes."""
-    return _have_separate_diagonals(out, others=[base_of(x)[0]]) and _are_large(x, out.rest)
-
-
-def takes_product(a: Symmetric, b: Symmetric, out: Symmetric, *_: Any) -> bool:
-    """Return whether Triton's and quack's ``product`` support these tensors; see :func:`_are_large` for sizes."""
-    return _have_separate_diagonals(a, b, out) and _are_large(a.rest, b.rest, out.rest)
-
-
-def _are_large(*matrices: Tensor) -> bool:
-    """Return whether the last matrix has ``SYMMETRIC_FROM`` rows or more, and all are 16-bit and fit 16-byte loads."""
-    return matrices[-1].size(-1) >= SYMMETRIC_FROM and all(
-        x.dtype in HALVES and x.data_ptr() % ADDRESS == 0 and all(size % MULTIPLE == 0 for size in x.shape[-2:])
-        for x in matrices
-    )

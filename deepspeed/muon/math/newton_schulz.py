@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations, Scalars, Symmetric, symmetric_of
+from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace, matrices_together
-from deepspeed.muon.math.coefficients import Schedule, Triple, for_larger_norm, segments
+from deepspeed.muon.math.coefficients import Schedule, for_larger_norm, segments
 
 METHODS = ("standard", "gram")
+#: ``gram`` is used where ``standard`` needs more than this many times as many operations.
+MARGIN = 1.03
 #: The dtypes of the products, the most exact first.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 #: The Frobenius norm to which each matrix is scaled. With norm 1, entries of a very large matrix would be too small for
@@ -57,9 +59,9 @@ def products(schedule: Schedule, method: str, dtype: str) -> Products:
     lengths = (1,) * len(schedule) if method == "standard" else segments(schedule, dtype)
     step = product = 0
     for length in lengths:
-        for i, (_, _, c) in enumerate(schedule[step : step + length]):
-            of_factor, of_gram, of_q = int(c != 0), 2 * (i + 1 < length), int(i > 0)
-            product += of_factor + of_gram + of_q
+        for i in range(len(schedule[step : step + length])):
+            of_gram, of_q = 2 * (i + 1 < length), int(i > 0)
+            product += 1 + of_gram + of_q
         step += length
     return Products(square=len(lengths), product=product, multiply=len(lengths))
 
@@ -75,6 +77,26 @@ def flops(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, sym
     m, n = sorted((rows, cols))
     count = products(schedule, method, dtype)
     return int(2 * m * m * (n * (symmetric * count.square + count.multiply) + m * symmetric * count.product))
+
+
+def method_of(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: str) -> str:
+    """Return the method for matrices of one shape: ``ns_method`` or, if that is ``auto``, the one of fewer operations.
+
+    ``dtype``: dtype of the matrix products, a key of :data:`DTYPES`.
+    """
+    if ns_method != "auto":
+        return ns_method
+    standard, gram = (flops(rows, cols, schedule, method, dtype) for method in METHODS)
+    return "gram" if MARGIN * gram < standard else "standard"
+
+
+def exact_method(ns_method: str, dtype: str, device_type: str) -> str:
+    """Return ``ns_method``, or ``standard`` in place of ``auto`` in bf16 on an accelerator.
+
+    There the small matrices are rounded to bf16 with their diagonals, and ``gram`` has up to four times the error of
+    ``standard``.
+    """
+    return "standard" if (ns_method, dtype) == ("auto", "bf16") and device_type != "cpu" else ns_method
 
 
 def orthogonalize(
@@ -120,43 +142,35 @@ def orthogonalize(
 
 
 def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
-    gram, factor = (symmetric_of(name, x, work) for name in ("gram", "factor"))
-    for triple in schedule:
+    gram, factor = (kernels.symmetric(name, x, work) for name in ("gram", "factor"))
+    for a, b, c in schedule:
         kernels.square(x, gram, work)
-        _polynomial(gram, triple, factor, work, kernels)
-        x, spare = kernels.multiply(factor, x, spare, work), x
+        kernels.product(gram, gram, factor, work, alpha=c, beta=b)
+        x, spare = kernels.multiply(factor, x, spare, work, shift=a), x
     return x
 
 
 def _gram(
     x: Tensor, spare: Tensor, schedule: Schedule, lengths: Sequence[int], work: Workspace, kernels: Operations
 ) -> Tensor:
-    r, factor, q, spare_small = (symmetric_of(name, x, work) for name in ("gram", "factor", "q", "t"))
+    r, factor, q, spare_small = (kernels.symmetric(name, x, work) for name in ("gram", "factor", "q", "t"))
     step = 0
     # The steps of a segment multiply small matrices only, and X is multiplied once at its end, which saves products of
     # wide matrices. Each segment computes R from X again, because rounding lets the small matrices drift away from X.
     for length in lengths:
         kernels.square(x, r, work)
-        for i, triple in enumerate(schedule[step : step + length]):
-            _polynomial(r, triple, factor, work, kernels)
+        for i, (a, b, c) in enumerate(schedule[step : step + length]):
+            # With P = b R + c R^2 a step maps X to a X + P X.
+            kernels.product(r, r, factor, work, alpha=c, beta=b)
             for _ in range(2 if i + 1 < length else 0):
-                kernels.product(factor, r, spare_small, work)
+                kernels.product(r, factor, spare_small, work, beta=a)
                 r, spare_small = spare_small, r
             if i == 0:
+                kernels.diagonal(factor).add_(a)
                 q, factor = factor, q
             else:
-                kernels.product(factor, q, spare_small, work)
+                kernels.product(q, factor, spare_small, work, beta=a)
                 q, spare_small = spare_small, q
         x, spare = kernels.multiply(q, x, spare, work), x
         step += length
     return x
-
-
-def _polynomial(r: Symmetric, triple: Triple, out: Symmetric, work: Workspace, kernels: Operations) -> None:
-    """Write the polynomial a I + b R + c R^2 of each symmetric matrix R to ``out``. ``triple``: (a, b, c)."""
-    a, b, c = triple
-    if c:
-        return kernels.product(r, r, out, work, Scalars(c, b, a))
-    torch.mul(r.rest, b, out=out.rest)
-    torch.mul(r.diagonal, b, out=out.diagonal)
-    (out.rest.diagonal(dim1=-2, dim2=-1) if out.is_whole else out.diagonal).add_(a)

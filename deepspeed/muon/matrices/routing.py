@@ -9,7 +9,6 @@ from names. A stack of experts is several matrices. The user's tags (``param.use
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -134,12 +133,6 @@ def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -
             routed = param in specs and specs[param].use_muon
             setattr(param, TAG, routed)
             setattr(param, ROUTED_TAG, routed)
-
-
-def shapes_of(specs: Iterable[MatrixSpec]) -> Counter[tuple[int, int]]:
-    """Return {(shorter side, longer side): number of matrices with these sides that Muon orthogonalizes}."""
-    blocks = (block for spec in specs if spec.use_muon for block in spec.blocks)
-    return Counter((min(block.rows, block.cols), max(block.rows, block.cols)) for block in blocks)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

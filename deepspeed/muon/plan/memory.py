@@ -19,7 +19,7 @@ from deepspeed.muon.plan.bucket import OwnedBlocks, batches_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
 from deepspeed.muon.plan.plan import GlobalPlan
 
-#: Method of Newton-Schulz -> names of its small symmetric matrices; in 16 bits each also has a diagonal in fp32.
+#: Method of Newton-Schulz -> names of its small symmetric matrices.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
 
 
@@ -59,7 +59,7 @@ class Memory:
         dtype: dtype of the matrix products, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`.
         device_type: where Newton-Schulz runs, such as ``cpu``.
         staged: whether shards are in host memory while Newton-Schulz runs on an accelerator (CPU offload).
-        plain: whether all kernels are plain PyTorch, whose 16-bit products need temporaries in fp32.
+        plain: whether all kernels are plain PyTorch.
     """
 
     wire: str
@@ -72,6 +72,11 @@ class Memory:
     def wire_bytes(self) -> int:
         """Return the bytes of each element that the ranks exchange."""
         return DTYPES[self.wire].itemsize
+
+    @property
+    def has_native_products(self) -> bool:
+        """Return whether the C++ kernels compute the products, of bf16 with diagonals apart."""
+        return self.device_type == "cpu" and self.dtype != "fp16" and not self.plain
 
 
 class Peak(NamedTuple):
@@ -129,10 +134,8 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
         sizes["iterate"] = numel * itemsize
     for name in SYMMETRIC[method]:
         sizes[name] = small * small * itemsize
-        if memory.dtype != "fp32":
+        if memory.has_native_products and memory.dtype == "bf16":
             sizes[f"{name} diagonal"] = 4 * small
-    if memory.plain and memory.dtype != "fp32":
-        sizes |= {"cross0": 4 * numel, "cross1": 4 * small * small}
     together = min(batch.number, batch_limit(numel, small, itemsize, memory.device_type != "cpu"))
     return Counter({name: together * size for name, size in sizes.items()})
 

@@ -17,14 +17,13 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.kernels import reference
 from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.math.choice import Choice
 from deepspeed.muon.math.momentum_storage import Blocks
+from deepspeed.muon.math.newton_schulz import exact_method, method_of
 from deepspeed.muon.math.scale import scale_factor
 from deepspeed.muon.plan.cost import cost_model
 from deepspeed.muon.plan.plan import plan_partition, without_collector
 from deepspeed.muon.step.normuon_moments import SecondMoments
 from deepspeed.muon.step.partition_step import NewtonSchulz, PartitionStep
-from deepspeed.muon.tuning import method_of, with_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,8 @@ class StepContext:
 
     Args:
         is_logging: whether this rank writes the log lines that would be equal on all ranks; true on one rank.
-        kernels: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
+        kernels: the kernels of every operation; equal on all ranks.
+        dtype: dtype of Newton-Schulz where ``ns_dtype`` is ``auto``; equal on all ranks.
         unavailable: device type -> reason why the package's fast kernels cannot be used on it.
         threads: the most threads that a step uses on the CPU; ``None``: as many as torch does.
         peers: process group of the ranks that train the same layers; ``None``: all ranks.
@@ -47,6 +47,7 @@ class StepContext:
 
     is_logging: bool = True
     kernels: Operations = reference.OPERATIONS
+    dtype: str = "fp32"
     unavailable: Unavailable = field(default_factory=dict)
     threads: int | None = None
     peers: Any = None
@@ -61,9 +62,8 @@ def bind_partition(
     group: Mapping[str, Any],
     *,
     config: MuonConfig,
-    choice: Choice,
+    dtype: str,
     context: StepContext,
-    tables: Mapping[str, Operations],
     exchange: Exchange,
     blocks: Mapping[Tensor, Blocks],
     second_moments: SecondMoments,
@@ -73,14 +73,14 @@ def bind_partition(
     Args:
         partition: Muon parameters of one parameter group, and how ranks share them.
         group: the partition's parameter group.
-        choice: dtype and methods of Newton-Schulz, and the names of its kernels.
-        tables: {name: kernels that are available}. Plain PyTorch replaces kernels of ``choice`` that are missing here.
+        dtype: dtype of the matrix products of Newton-Schulz, a key of :data:`DTYPES`.
         exchange: communication among the ranks of the partition.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         second_moments: NorMuon's second moments of all partitions.
     """
-    method = partial(method_of, choice, group["ns_method"])
-    cost = cost_model(method, config.schedule, choice.dtype, exchange.dtype.itemsize, exchange.device.type)
+    ns_method = exact_method(group["ns_method"], dtype, exchange.device.type)
+    method = cache(partial(method_of, ns_method=ns_method, schedule=config.schedule, dtype=dtype))
+    cost = cost_model(method, config.schedule, dtype, exchange.dtype.itemsize, exchange.device.type)
     # The number of ranks before the partition may shrink to one below: statistics are divided by it.
     sharers, is_replicated = partition.world_size, partition.is_replicated
     planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes)
@@ -94,16 +94,11 @@ def bind_partition(
         partition=partition,
         plan=planned.view(partition.rank),
         exchange=exchange,
-        newton_schulz=NewtonSchulz(
-            schedule=config.schedule,
-            dtype=choice.dtype,
-            method=cache(method),
-            kernels=cache(partial(with_products, context.kernels, tables, choice)),
-        ),
-        elementwise=context.kernels,
+        newton_schulz=NewtonSchulz(schedule=config.schedule, dtype=dtype, method=method),
+        kernels=context.kernels,
         multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
         scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
-        settings=_settings(group, choice),
+        settings=_settings(group),
         sharers=sharers,
         copies=sharers if is_replicated else 1,
         blocks=blocks,
@@ -111,31 +106,12 @@ def bind_partition(
     )
 
 
-def with_choice(
-    step: PartitionStep,
-    group: Mapping[str, Any],
-    choice: Choice,
-    context: StepContext,
-    tables: Mapping[str, Operations],
-) -> PartitionStep:
-    """Return the same planned step with the settings of ``group`` and the dtype, methods and kernels of ``choice``.
-
-    ``tables``: {name: kernels that are available}.
-    """
-    method = cache(partial(method_of, choice, group["ns_method"]))
-    return replace(
-        step,
-        newton_schulz=replace(
-            step.newton_schulz,
-            dtype=choice.dtype,
-            method=method,
-            kernels=cache(partial(with_products, context.kernels, tables, choice)),
-        ),
-        scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=step.config.rms_scale)),
-        settings=_settings(group, choice),
-    )
+def with_settings(step: PartitionStep, group: Mapping[str, Any]) -> PartitionStep:
+    """Return the same planned step with the settings of ``group``, which a load may have changed."""
+    scale = cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=step.config.rms_scale))
+    return replace(step, scale=scale, settings=_settings(group))
 
 
-def _settings(group: Mapping[str, Any], choice: Choice) -> str:
-    """Return a text of everything that decides the bits of a group's update."""
-    return repr((choice.as_json(), sorted((key, value) for key, value in group.items() if key != "params")))
+def _settings(group: Mapping[str, Any]) -> str:
+    """Return a text of everything in a group that decides the bits of its update."""
+    return repr(sorted((key, value) for key, value in group.items() if key != "params"))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,10 +25,8 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.buffers import BucketBuffers, copy_from_grid, copy_to_grid
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.kernels.probe import warm
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
-from deepspeed.muon.kernels.workspace import batch_limit
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, Blocks, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
@@ -76,13 +73,11 @@ class NewtonSchulz:
         schedule: the coefficients, one triple for each step.
         dtype: dtype of the matrix products, a key of :data:`deepspeed.muon.math.newton_schulz.DTYPES`.
         method: (rows, columns) of a matrix -> method, such as ``gram``.
-        kernels: (rows, columns) of a matrix -> kernels that orthogonalize it.
     """
 
     schedule: Schedule
     dtype: str
     method: Callable[[int, int], str]
-    kernels: Callable[[int, int], Operations]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -120,7 +115,7 @@ class PartitionStep:
     Args:
         plan: this rank's part of the plan, with its :class:`Bucket` objects: matrices that ranks exchange together.
         newton_schulz: how matrices are orthogonalized.
-        elementwise: kernels for everything except the matrix products of Newton-Schulz; equal on all ranks.
+        kernels: the kernels of every operation; equal on all ranks.
         multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: one launch per span.
         scale: function of a matrix's (rows, columns) that returns the factor of its update.
         settings: a text of all settings that the bits of the results depend on, for :attr:`digest`.
@@ -135,7 +130,7 @@ class PartitionStep:
     plan: Plan
     exchange: Exchange
     newton_schulz: NewtonSchulz
-    elementwise: Operations
+    kernels: Operations
     multi_run_kernels: RunOperations | None
     scale: Callable[[int, int], float]
     settings: str
@@ -181,17 +176,6 @@ class PartitionStep:
     def calls(self) -> list[list[Call]]:
         """Return a list of :class:`Call` objects for each bucket of the plan: which runs are updated together."""
         return [[self._call(bucket, runs) for runs in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
-
-    def warm_up(self) -> None:
-        """Compile and autotune the partition's Newton-Schulz kernels on an accelerator, before the first step."""
-        sizes: dict[tuple[int, int], set[tuple[int, int, int, int, torch.dtype]]] = defaultdict(set)
-        for bucket in self.plan.buckets:
-            for batch in bucket.batches:
-                rows, cols = batch.rows, batch.cols
-                limit = batch_limit(rows * cols, min(rows, cols), self.dtype.itemsize, accelerator=True)
-                sizes[rows, cols].add((min(batch.count, limit), rows, cols, int(rows > cols), self.dtype))
-        for (rows, cols), of_shape in sorted(sizes.items()):
-            warm(self.newton_schulz.kernels(rows, cols), of_shape, self.exchange.device)
 
     def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> Call:
         first, tiles = bucket.runs[indices[0]], None
@@ -291,7 +275,7 @@ class PartitionStep:
             return
         for start, at, numel in call.spans:
             shard, target = slice(start, start + numel), targets[at : at + numel]
-            self.elementwise.advance(average[shard], grad[shard], target, now.beta, now.nesterov, self._work)
+            self.kernels.advance(average[shard], grad[shard], target, now.beta, now.nesterov, self._work)
 
     def _advance(self, now: StepValues, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
         """Update the momentum of one run (:class:`ShardRun`), and write its input of Newton-Schulz to ``target``, 1-D.
@@ -307,11 +291,11 @@ class PartitionStep:
         key = key_of(name, int(state["step"]))
         if self._is_int8:
             absmax = self.blocks[tensor].absmax(state, run.copy.start)
-            self.elementwise.advance_codes(average, absmax, gradient, target, beta, nesterov, key, first, self._work)
+            self.kernels.advance_codes(average, absmax, gradient, target, beta, nesterov, key, first, self._work)
         elif average.dtype == torch.bfloat16:
-            self.elementwise.advance_rounded(average, gradient, target, beta, nesterov, key, first, self._work)
+            self.kernels.advance_rounded(average, gradient, target, beta, nesterov, key, first, self._work)
         else:
-            self.elementwise.advance(average, gradient, target, beta, nesterov, self._work)
+            self.kernels.advance(average, gradient, target, beta, nesterov, self._work)
         copy_to_grid(average, stored, run.copy)
 
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
@@ -330,7 +314,7 @@ class PartitionStep:
                 method=how.method(batch.rows, batch.cols),
                 dtype=self.dtype,
                 work=self._work,
-                kernels=how.kernels(batch.rows, batch.cols),
+                kernels=self.kernels,
             )
             if rules is not None:
                 rules.apply_after(matrices, batch.axis, self.second_moments.of_matrices(batch.names), self._work)
@@ -372,7 +356,7 @@ class PartitionStep:
 
     def _subtract(self, now: StepValues, call: Call, weights: Tensor, update: Tensor) -> None:
         cautious = self.config.cautious_weight_decay
-        self.elementwise.apply_(weights, update, now.lr, call.scale, now.decay, cautious, self._work)
+        self.kernels.apply_(weights, update, now.lr, call.scale, now.decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice, ``weights[slice]``) pairs that cover the 1-D ``weights``, for the caller to update in place.
@@ -386,7 +370,7 @@ class PartitionStep:
             return
         # " weight" draws other numbers than the momentum does: equal ones would give both errors the same sign.
         name, first = run.draws
-        for part, (wide,) in in_fp32([weights], [key_of(f"{name} weight", step)], first, self.elementwise, self._work):
+        for part, (wide,) in in_fp32([weights], [key_of(f"{name} weight", step)], first, self.kernels, self._work):
             yield part, wide
 
     # ---- runs of a call -----------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import socket
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,19 +16,18 @@ from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.exchange.groups import union
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.log import log_if_slow
-from deepspeed.muon.math.choice import Rates, lowest_rates
+from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.monitor import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import split_hashes
 from deepspeed.muon.step.binding import StepContext
 from deepspeed.muon.step.partition_step import short_hash
-from deepspeed.muon.tuning import Candidates, Tuning, has_bf16, may_time
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
 from deepspeed.muon.zero.consensus import Facts, agree, differences
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
-from deepspeed.muon.zero.threads import limited_threads, threads_per_rank, usable_cpus
+from deepspeed.muon.zero.threads import threads_per_rank, usable_cpus
 from deepspeed.muon.zero.tp_ranks import grid_of, stage_number
 from deepspeed.muon.zero.wrappers.registry import adapter_for
 from deepspeed.muon.zero.wrappers.tensor_parallel import partitions_over_tp
@@ -46,11 +43,6 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     stage (:func:`stage_number`).
 
     Returns:
-        - ``bf16``: whether the devices of all ranks have bf16 instructions.
-        - ``may_time``: whether kernels may be chosen by timing them. It is false if one rank is in deterministic mode.
-        - ``shapes``: ``[rows, columns, count]`` for each shape of Muon's matrices. ``count``: number of matrices of
-          this shape in the stage that has the most.
-        - ``ns_methods``: the values of ``ns_method`` that any parameter group uses.
         - ``groups``: the largest number of parameter groups in a stage.
         - ``matrices``: the number of Muon's matrices in the whole model.
         - ``first_ranks``: the lowest rank of each stage.
@@ -98,75 +90,44 @@ def bind_engine(engine: Any) -> None:
     tensors = [tensor for partition in partitions for tensor in partition.tensors]
     kinds = sorted({device.type, *(tensor.device.type for tensor in tensors)})
     with slow("building or loading the kernels"):
-        unavailable = agree(lambda: selection.unavailable_kernels(optimizer.config.kernels, kinds), _judge_kernels)
+        found = agree(lambda: _kernel_facts(optimizer.config.kernels, kinds, device.type), _judge_kernels)
     optimizer.context = StepContext(
         is_logging=engine.global_rank == 0,
-        kernels=selection.choose(unavailable),
-        unavailable=unavailable,
+        kernels=selection.choose(found["unavailable"]),
+        dtype=found["dtype"],
+        unavailable=found["unavailable"],
         threads=agreed["threads"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
         is_stepped_in_parts=True,
         is_finite=is_finite,
     )
-    world_size = max((p.world_size for p in partitions), default=1)
-    with slow("choosing dtype, method and kernels of Newton-Schulz"), limited_threads(agreed["threads"]):
-        tuning = choose_newton_schulz(optimizer, agreed, device, world_size)
     with slow("planning the exchange and allocating the state"):
-        optimizer.bind(partitions, tuning, device)
-    with slow("compiling and tuning the kernels, and comparing the plans of all ranks,"):
-        prepare_plans(engine)
+        optimizer.bind(partitions, device)
+    with slow("comparing the plans of all ranks"):
+        compare_plans(engine)
     is_recorded = agreed["monitor"] and optimizer.config.monitor_interval > 0
     engine._muon_recorder = Recorder(optimizer, get_accelerator().synchronize) if is_recorded else None
     optimizer.saved_form.is_convertible = True  # for DeepSpeed's converter, which reads AdamW's names only
     adapter.patch_state_access()
     support_universal_checkpoints(adapter)
     if engine.global_rank in agreed["first_ranks"]:
-        log_startup(adapter, tuning, agreed["matrices"])
+        log_startup(adapter, agreed["matrices"])
 
 
-def choose_newton_schulz(optimizer: MuonWithAuxAdam, agreed: Facts, device: torch.device, world_size: int) -> Tuning:
-    """Choose the dtype, method and kernels of Newton-Schulz, the same on all ranks; a collective.
-
-    ``agreed``: the result of :func:`agree_on_settings`. ``device``: where Newton-Schulz runs. ``world_size``: the
-    number of ranks that share the work.
-
-    Raises:
-        DisagreementError: timing the candidates failed on some rank. All ranks raise this.
-    """
-    shapes = Counter({(rows, cols): count for rows, cols, count in agreed["shapes"]})
-    methods, tables = set(agreed["ns_methods"]), optimizer.kernels_on(device)
-
-    def slowest(measure: Callable[[], Rates]) -> Rates:  # in each step all ranks wait for the slowest one
-        return agree(lambda: {"rates": measure()}, lambda facts: lowest_rates([stated["rates"] for stated in facts]))
-
-    return Candidates.from_config(optimizer.config, tables, methods, device, agreed["bf16"]).choose(
-        shapes, world_size, agreed["may_time"], is_logging_rank=optimizer.context.is_logging, slowest=slowest
-    )
-
-
-def prepare_plans(engine: Any) -> None:
+def compare_plans(engine: Any) -> None:
     """Check that the ranks have the same plan, which says which ranks orthogonalize which matrix; a collective.
 
-    Also compile the kernels. Call it after each call of ``MuonWithAuxAdam.bind``.
-
     Raises:
-        DisagreementError: ranks that hold the same parameters have different plans or choices for Newton-Schulz.
+        DisagreementError: ranks that hold the same parameters have different plans or settings.
     """
     optimizer = engine.basic_optimizer
-    pinned = [group["ns_choice"] for group in optimizer.param_groups if group["use_muon"]]
-    stated = {"stage": stage_number(engine, optimizer), "choice": pinned, "plan": optimizer.digest()}
     texts = {
-        "choice": "the choice of dtype, methods and kernels of Newton-Schulz",
         "plan": "ranks {ranks} have planned another exchange than rank {first}; call load_checkpoint, and whatever "
         "else changes the optimizer, on all ranks",
     }
-
-    def state() -> Facts:
-        optimizer.warm_up()  # here, because a rank may take minutes until it sends its facts
-        return stated
-
-    agree(state, lambda facts: differences(facts, texts, within="stage"))
+    stated = {"stage": stage_number(engine, optimizer), "plan": optimizer.digest()}
+    agree(lambda: stated, lambda facts: differences(facts, texts, within="stage"))
 
 
 def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
@@ -179,10 +140,6 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "groups": short_hash(json.dumps(groups)),
         "routes": short_hash("".join(routes)),
         "order": short_hash("\n".join(s.name for s in optimizer.specs.values())),
-        "bf16": has_bf16(get_accelerator().device_name(), get_accelerator().is_bf16_supported()),
-        "shapes": [[*shape, count] for shape, count in optimizer.shapes.items()],
-        "ns_methods": sorted(optimizer.ns_methods),
-        "may_time": may_time(),
         "host": socket.gethostname(),
         "cpus": usable_cpus(),
         "group_count": len(groups),
@@ -210,15 +167,8 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         return error
     first_ranks = {stated["stage"]: rank for rank, stated in reversed(list(enumerate(facts)))}
     stages = [facts[rank] for _, rank in sorted(first_ranks.items())]
-    counted: Counter[tuple[int, int]] = Counter()
-    for stated in stages:
-        counted |= Counter({(rows, cols): count for rows, cols, count in stated["shapes"]})
     return {
-        "bf16": all(stated["bf16"] for stated in facts),
-        "may_time": all(stated["may_time"] for stated in facts),
         "threads": threads_per_rank([stated["host"] for stated in facts], [stated["cpus"] for stated in facts]),
-        "ns_methods": sorted({method for stated in stages for method in stated["ns_methods"]}),
-        "shapes": [[*shape, count] for shape, count in counted.items()],
         "groups": max(stated["group_count"] for stated in stages),
         "matrices": sum(stated["matrices"] for stated in stages),
         "first_ranks": sorted(first_ranks.values()),
@@ -232,13 +182,19 @@ def _judge_settings(facts: list[Facts]) -> Facts:
     }
 
 
-def _judge_kernels(facts: list[Facts]) -> Facts:
-    """Merge the ranks' dicts {device type: why fast kernels cannot be used, or ``None``} into one.
+def _kernel_facts(kernels: str, kinds: list[str], device_type: str) -> Facts:
+    unavailable = selection.unavailable_kernels(kernels, kinds)
+    return {"unavailable": unavailable, "dtype": selection.fast_dtype(device_type, unavailable)}
 
-    A kernel that one rank cannot use is not used on any rank: ``{"cpu": "rank 1: there is no C++ compiler"}``.
+
+def _judge_kernels(facts: list[Facts]) -> Facts:
+    """Merge the facts of all ranks on their kernels. What one rank cannot use, no rank uses.
+
+    Example: ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``.
     """
-    unavailable: Facts = {}
+    unavailable: dict[str, str | None] = {}
     for rank, stated in enumerate(facts):
-        for kind, reason in stated.items():
+        for kind, reason in stated["unavailable"].items():
             unavailable[kind] = unavailable.get(kind) or (f"rank {rank}: {reason}" if reason else None)
-    return dict(sorted(unavailable.items()))
+    dtype = next(name for name in DTYPES if any(stated["dtype"] == name for stated in facts))  # the most exact
+    return {"unavailable": dict(sorted(unavailable.items())), "dtype": dtype}

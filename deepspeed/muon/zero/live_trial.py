@@ -134,7 +134,7 @@ def _train(stage: int, model: Model, expected: Expected) -> Facts:
         if not isinstance(optimizer, MuonWithAuxAdam):
             return {"problem": f"{type(optimizer).__name__} runs instead of deepspeed-muon"}
         seconds = [_step_seconds(engine, step) for step in range(STEPS)]
-        error = max(_relative_errors(trained, model, expected(optimizer.choice.dtype)))
+        error = max(_relative_errors(trained, model, expected(optimizer.ns_dtype)))
     finally:
         engine.destroy()
     is_right = error <= TOLERANCE

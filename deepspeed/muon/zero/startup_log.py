@@ -17,7 +17,6 @@ from deepspeed.muon.matrices.routing import head_note
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.plan import GlobalPlan
-from deepspeed.muon.tuning import Tuning
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
@@ -30,14 +29,13 @@ MAX_SUB_GROUP_SLOWDOWN = 1.25
 CPUS_PER_THREAD_TO_ADVISE = 4
 
 
-def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
+def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
     """Log what Muon and AdamW will update, how a step runs, and how parameters are split into matrices.
 
     With a pipeline or tensor parallelism, each stage or shard logs its own part of the model.
 
     Args:
         adapter: the :class:`Adapter` of the engine's ZeRO wrapper.
-        tuning: the chosen dtype, method and kernels of Newton-Schulz.
         matrices_of_all: number of Muon's matrices in the whole model.
     """
     engine, optimizer, specs = adapter.engine, adapter.optimizer, adapter.optimizer.specs.values()
@@ -62,7 +60,7 @@ def log_startup(adapter: Adapter, tuning: Tuning, matrices_of_all: int) -> None:
     logger.info("deepspeed-muon %s: %s%s%s", __version__, place, ", ".join(facts), scale)
     if matrices:
         logger.info("deepspeed-muon: %s%s", place, "; ".join(_update_phrases(optimizer, matrices)))
-        logger.info("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer, tuning)))
+        logger.info("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer)))
     if config.preset != "none":
         logger.info("deepspeed-muon: %s", config.preset_summary)
     splits = defaultdict[str, list[str]](list)
@@ -108,7 +106,7 @@ def _update_phrases(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> t
     )
 
 
-def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tuple[str, ...]:
+def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
     """Return phrases for the log on how a step runs: megabytes sent, kernels, dtype and methods of Newton-Schulz."""
     exchange, plans = optimizer.exchange, optimizer.plans
     methods = sorted(optimizer.ns_methods - {"auto"})
@@ -118,10 +116,20 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam, tuning: Tuning) -> tu
         f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}",
         *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
         *_thread_phrases(optimizer),
-        f"elementwise kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
-        f"Newton-Schulz on {exchange.device.type} in {tuning.log_text(optimizer.choice)}"
+        f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
+        f"Newton-Schulz on {exchange.device.type} in {optimizer.ns_dtype} ({_why_dtype(optimizer)})"
         + (f", ns_method {', '.join(methods)} in groups that set it" if methods else ""),
     )
+
+
+def _why_dtype(optimizer: MuonWithAuxAdam) -> str:
+    """Return in a few words why Newton-Schulz runs in its dtype."""
+    dtype, is_cpu = optimizer.ns_dtype, optimizer.compute_device.type == "cpu"
+    if optimizer.config.ns_dtype != "auto":
+        return "set by ns_dtype"
+    if dtype == "fp32":
+        return "bf16 is not faster here" if is_cpu else "this accelerator lacks fp16"
+    return "this CPU multiplies it fastest" if is_cpu else "as fast as bf16, and more exact"
 
 
 def _thread_phrases(optimizer: MuonWithAuxAdam) -> list[str]:

@@ -16,7 +16,6 @@ from packaging.version import Version
 
 pytest.register_assert_rewrite("helpers")
 from helpers import extensions  # noqa: E402
-from helpers.racing import without_races  # noqa: E402
 
 TIME_LIMIT = float(os.environ.get("TEST_TIME_LIMIT", "300"))
 """Seconds a test may take unless it is marked with time_limit(seconds)."""
@@ -26,7 +25,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of the workers: threads t
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    without_races()
     config.addinivalue_line("markers", f"time_limit(seconds): bound of a test, {TIME_LIMIT:g} s by default")
     config.addinivalue_line("markers", "sample(count): so many of its cases run by default, the others in full runs")
     config.addinivalue_line("markers", "ranks: may run functions on pools of ranks; set by this file")

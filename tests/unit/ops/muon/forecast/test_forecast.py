@@ -16,7 +16,7 @@ from deepspeed.muon.cli import main
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.forecast.estimate import estimate, per_rank, step_operations, stock_clipping
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, group_specs, lay_out
-from deepspeed.muon.math.choice import counted_method
+from deepspeed.muon.math.newton_schulz import method_of
 from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.plan.memory import Memory, peak
@@ -146,7 +146,7 @@ def test_sums_and_memory_of_all_ranks_are_those_of_the_plans(
         cost = counted_cost("auto", STEPS, "bf16", 2, "cuda")
         plans = [make_plan(part.shards, rank, world_size, cost, bucket_bytes) for rank in range(world_size)]
         for rank, plan in enumerate(plans):
-            parts[rank].append(demand_of(plan, partial(counted_method, ns_method="auto", schedule=STEPS, dtype="bf16")))
+            parts[rank].append(demand_of(plan, partial(method_of, ns_method="auto", schedule=STEPS, dtype="bf16")))
             assert plan.of_all.slots(plan.travels(staged=False)) == step.slots
             for demand, planned in zip(step.demands[rank], parts[rank][-1].buckets, strict=True):
                 assert (demand.batches, demand.buffers) >= (planned.batches, planned.buffers)

@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import importlib.util
 import itertools
+import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,28 +21,23 @@ from torch import Tensor
 from deepspeed.muon.kernels import native, reference, triton_table
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.kernels.table import PLAIN, Operations, Scalars, Symmetric
+from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.kernels.workspace import Workspace
 
 has_triton = importlib.util.find_spec("triton") is not None and Version(version("triton")) >= Version("3.4")
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton 3.4 or later is not installed")
 Interpret = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-DEFAULT_TILES = (16, 32, 16)
 #: The names of all operations that a kernel set must have.
-OPERATIONS = [field.name for field in dataclasses.fields(Operations) if field.name not in ("name", "runs")]
+OPERATIONS = [field.name for field in dataclasses.fields(Operations) if "Callable" in field.type]
 
 
-def interpreted_table(symmetric_from: int = 1, tiles: tuple[int, int, int] = DEFAULT_TILES) -> Operations:
-    """Return Triton's kernel set, made to accept CPU tensors, with tiles for small matrices."""
+def interpreted_table() -> Operations:
+    """Return Triton's kernel set, made to accept CPU tensors."""
     import triton
 
-    from deepspeed.muon.kernels import triton_products as products
-
     assert triton.knobs.runtime.interpret
-    triton_table.is_on_gpu, triton_table.SYMMETRIC_FROM = lambda tensor: True, symmetric_from
-    triton_table.HALVES, triton_table.MULTIPLE = tuple(FLOATS), 1
-    products.tuned_kernel.configs = [triton.Config(dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True)))]
+    triton_table.is_on_gpu = lambda tensor: True
     return triton_table.operations(reference.OPERATIONS)
 
 
@@ -51,11 +47,6 @@ def native_bf16() -> bool:
         at_hwcap2, hwcap2_bf16 = 26, 1 << 14  # of Linux
         return native.unavailable() is None and bool(ctypes.CDLL(None).getauxval(at_hwcap2) & hwcap2_bf16)
     return native.unavailable() is None and torch.cpu._is_avx512_bf16_supported()
-
-
-def oriented(x: Tensor) -> Tensor:
-    """Return ``x [batch, rows, cols]``, transposed if it has more rows than columns."""
-    return x if x.size(-2) <= x.size(-1) else x.mT
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -93,7 +84,8 @@ def native_only(monkeypatch: pytest.MonkeyPatch) -> Operations:
     if native.unavailable() and not builder.is_compatible():
         pytest.skip(builder.error_log)
     table = native.operations()
-    monkeypatch.setattr(native, "reference", SimpleNamespace(**dict.fromkeys(OPERATIONS, _never)))
+    twins = dict.fromkeys(OPERATIONS, _never) | {"symmetric": reference.symmetric, "diagonal": reference.diagonal}
+    monkeypatch.setattr(native, "reference", SimpleNamespace(**twins))
     return table
 
 
@@ -139,70 +131,81 @@ def check_slices(kernels: Operations, numel: int, cuts: tuple[int, ...], device:
 
 # ---- products ------------------------------------------------------------------------------------------------
 
-BY = [PLAIN, Scalars(0.6, -1.7, 2.5), Scalars(0.5, 0.0, -1.0)]
+#: alpha and beta of products.
+BY = [(1.0, 0.0), (0.6, -1.7), (1.0, 2.5)]
+Symmetric = Tensor | native.Apart
 
 
-def empty(batch: int, size: int, dtype: torch.dtype, *, is_whole: bool = False, device: str = "cpu") -> Symmetric:
-    """Return room for a result. What is not written stays NaN."""
-    rest = torch.full((batch, size, size), torch.nan, dtype=dtype, device=device)
-    return Symmetric(rest, torch.full((batch, 0 if is_whole else size), torch.nan, device=device))
+def room(kernels: Operations, x: Tensor) -> Symmetric:
+    """Return room for ``x x^T`` as the iteration has it. What is not written stays NaN."""
+    out = kernels.symmetric("out", x, Workspace())
+    for part in parts(out):
+        part.fill_(torch.nan)
+    return out
+
+
+def parts(matrix: Symmetric) -> tuple[Tensor, ...]:
+    """Return the tensors of a matrix: all of it or, with the diagonal apart, the rest and the diagonal."""
+    return tuple(matrix) if isinstance(matrix, native.Apart) else (matrix,)
 
 
 def dense(matrix: Symmetric) -> Tensor:
     """Return a matrix in fp64. What is on the diagonal of ``rest`` counts, too."""
-    rest = matrix.rest.double()
-    return rest if matrix.is_whole else rest + torch.diag_embed(matrix.diagonal.double())
+    rest, *diagonal = (part.double() for part in parts(matrix))
+    return rest + torch.diag_embed(diagonal[0]) if diagonal else rest
 
 
 def near_identity(like: Symmetric, factor: float, power: int) -> Symmetric:
     """Return one of several symmetric matrices that commute, in the form of another."""
-    size, device = like.rest.size(1), like.rest.device
-    root = randn(*like.rest.shape, device=device.type).double()
+    rest = parts(like)[0]
+    size, device = rest.size(1), rest.device
+    root = randn(*rest.shape, device=device.type).double()
     matrix = torch.linalg.matrix_power(root @ root.mT / size, power) / 8 + factor * torch.eye(size, device=device)
-    if like.is_whole:
-        return Symmetric(matrix.to(like.rest.dtype), torch.empty_like(like.diagonal))
+    if not isinstance(like, native.Apart):
+        return matrix.to(rest.dtype)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    return Symmetric((matrix - torch.diag_embed(diagonal)).to(like.rest.dtype), diagonal.float())
+    return native.Apart((matrix - torch.diag_embed(diagonal)).to(rest.dtype), diagonal.float())
 
 
 def assert_is(actual: Symmetric, expected: Tensor, tolerance: float, diagonal: float = 2e-6) -> None:
-    """Check both parts: a diagonal that is apart is right to fp32, and the rest is zero there."""
-    scale, rest = expected.abs().amax().item(), expected
-    if not actual.is_whole:
+    """Check all parts: a diagonal that is apart is right to fp32, and the rest is zero there."""
+    scale, rest = expected.abs().amax().item(), parts(actual)[0]
+    if isinstance(actual, native.Apart):
         apart = expected.diagonal(dim1=-2, dim2=-1)
-        assert not actual.rest.diagonal(dim1=-2, dim2=-1).any()
+        assert not rest.diagonal(dim1=-2, dim2=-1).any()
         assert relative(actual.diagonal, apart) <= diagonal
-        rest = expected - torch.diag_embed(apart)
-    assert not rest.any() or relative(actual.rest, rest) <= tolerance
-    torch.testing.assert_close(actual.rest.double(), rest, rtol=2 * tolerance, atol=2 * tolerance * scale)
+        expected = expected - torch.diag_embed(apart)
+    assert not expected.any() or relative(rest, expected) <= tolerance
+    torch.testing.assert_close(rest.double(), expected, rtol=2 * tolerance, atol=2 * tolerance * scale)
 
 
-def check_square(kernels: Operations, x: Tensor, out: Symmetric, *tolerances: float) -> None:
-    """Compare ``x x^T`` with fp64."""
-    kept = x.clone()
+def check_square(kernels: Operations, x: Tensor, tolerance: float) -> Symmetric:
+    """Compare ``x x^T`` with fp64, and return it."""
+    kept, out = x.clone(), room(kernels, x)
     kernels.square(x, out, Workspace())
-    assert_is(out, x.double() @ x.double().mT, *tolerances)
+    assert_is(out, x.double() @ x.double().mT, tolerance)
     assert x.equal(kept)
+    return out
 
 
-def check_product(kernels: Operations, like: Symmetric, same: bool, *tolerances: float) -> Symmetric:
-    """Compare ``alpha a b + beta a + shift I`` of two matrices, or of one with itself, with fp64. Return the last."""
+def check_product(kernels: Operations, like: Symmetric, same: bool, tolerance: float) -> Symmetric:
+    """Compare ``alpha a b + beta a`` of two matrices, or of one with itself, with fp64. Return the last."""
     a = near_identity(like, 3.0, 1)
     b = a if same else near_identity(like, -1.0, 2)
-    kept = [part.clone() for part in (*a, *b)]
-    identity = torch.eye(like.rest.size(1), dtype=torch.float64, device=like.rest.device)
-    for by in BY:
-        out = Symmetric(*(torch.full_like(part, torch.nan) for part in like))
-        kernels.product(a, b, out, Workspace(), by)
-        assert_is(out, by.alpha * dense(a) @ dense(b) + by.beta * dense(a) + by.shift * identity, *tolerances)
-    assert all(part.equal(before) for part, before in zip((*a, *b), kept, strict=True))
+    kept = [part.clone() for part in (*parts(a), *parts(b))]
+    for alpha, beta in BY:
+        out = near_identity(like, math.nan, 1)
+        kernels.product(a, b, out, Workspace(), alpha, beta)
+        assert_is(out, alpha * dense(a) @ dense(b) + beta * dense(a), tolerance)
+    assert all(part.equal(before) for part, before in zip((*parts(a), *parts(b)), kept, strict=True))
     return out
 
 
 def check_multiply(kernels: Operations, x: Tensor, like: Symmetric, tolerance: float) -> None:
-    """Compare ``p x`` with fp64."""
-    p, out = near_identity(like, 3.0, 1), torch.full_like(x, torch.nan)
-    kept = x.clone(), p.rest.clone()
-    assert kernels.multiply(p, x, out, Workspace()) is out
-    assert x.equal(kept[0]) and p.rest.equal(kept[1])
-    assert relative(out, dense(p) @ x.double()) <= tolerance
+    """Compare ``p x + shift x`` with fp64."""
+    p, kept = near_identity(like, 3.0, 1), x.clone()
+    for shift in (0.0, -2.5):
+        out = torch.full_like(x, torch.nan)
+        assert kernels.multiply(p, x, out, Workspace(), shift) is out
+        assert x.equal(kept) and all(map(torch.equal, parts(p), parts(near_identity(like, 3.0, 1))))
+        assert relative(out, dense(p) @ x.double() + shift * x.double()) <= tolerance

@@ -64,10 +64,8 @@ def join(collective_timeout: float) -> None:
     from torch.distributed import distributed_c10d
 
     import deepspeed
-    from helpers.racing import without_races
 
     logger.setLevel("WARNING")
-    without_races()
     if "deepspeed.muon" in sys.modules:  # else the ranks are to run stock DeepSpeed
         # Without the latency of a collective, ranks share the work of small models too.
         cost = import_module("deepspeed.muon.plan.cost")

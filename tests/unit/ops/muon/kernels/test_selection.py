@@ -3,13 +3,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.kernels import native, quack, reference, selection, triton_table
+from deepspeed.muon.kernels import native, reference, selection, triton_table
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.zero.bind import _judge_kernels
@@ -29,23 +30,19 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     def over(name: str) -> Callable[[Operations], Operations]:
         return lambda other: dataclasses.replace(other, name=f"{name} + {other.name}")
 
-    def install(cpu: str | None = None, cuda: str | None = None, quack_: str | None = None) -> None:
+    def install(cpu: str | None = None, cuda: str | None = None) -> None:
         monkeypatch.setattr(native, "unavailable", lambda: cpu)
         monkeypatch.setattr(native, "operations", lambda: dataclasses.replace(reference.OPERATIONS, name="C++"))
         monkeypatch.setattr(triton_table, "unavailable", lambda: cuda)
         monkeypatch.setattr(triton_table, "operations", over("triton"))
-        monkeypatch.setattr(quack, "unavailable", lambda: quack_)
-        monkeypatch.setattr(quack, "operations", over("quack"))
 
     return install
 
 
-ABSENT = "quack-kernels is not installed"
 CHOICES = [
-    (["cuda"], {}, "quack + triton + torch"),
-    (["cuda"], {"quack_": ABSENT}, f"triton + torch (faster kernels are not used; quack: {ABSENT})"),
-    (["cpu", "cuda"], {"quack_": ABSENT}, f"triton + C++ (faster kernels are not used; quack: {ABSENT})"),
-    (["cpu", "cuda"], {"cpu": "no compiler"}, "quack + triton + torch (faster kernels are not used; cpu: no compiler)"),
+    (["cuda"], {}, "triton + torch"),
+    (["cpu", "cuda"], {}, "triton + C++"),
+    (["cpu", "cuda"], {"cpu": "no compiler"}, "triton + torch (faster kernels are not used; cpu: no compiler)"),
     (["cpu", "cuda"], {"cuda": "no NVIDIA GPU"}, "C++ (faster kernels are not used; cuda: no NVIDIA GPU)"),
     (
         ["cuda"],
@@ -72,12 +69,11 @@ def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing:
 
 
 RANKS = [
-    ([{}, {}], "quack + triton + torch"),
+    ([{}, {}], "triton + torch"),
     (
         [{}, {"cuda": "triton is not installed"}],
         "torch (faster kernels are not used; cuda: rank 1: triton is not installed)",
     ),
-    ([{"quack_": ABSENT}, {}], f"triton + torch (faster kernels are not used; quack: rank 0: {ABSENT})"),
 ]
 
 
@@ -86,9 +82,35 @@ def test_what_one_rank_lacks_no_rank_has(fakes: Fakes, ranks: list[dict[str, str
     stated = []
     for own in ranks:
         fakes(**own)
-        stated.append(selection.unavailable_kernels("auto", ["cuda"]))
-    verdict = _judge_kernels(stated)
+        stated.append({"unavailable": selection.unavailable_kernels("auto", ["cuda"]), "dtype": "fp32"})
+    verdict = _judge_kernels(stated)["unavailable"]
     assert selection.summary(selection.choose(verdict), verdict) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(["bf16", "bf16"], "bf16"), (["fp16", "fp32"], "fp32"), (["bf16", "fp16"], "fp16")]
+)
+def test_unlike_ranks_take_the_most_exact_dtype(ranks: list[str], dtype: str) -> None:
+    assert _judge_kernels([{"unavailable": {}, "dtype": one} for one in ranks])["dtype"] == dtype
+
+
+@pytest.mark.parametrize("supports_fp16", [True, False])
+def test_an_accelerator_takes_fp16_if_it_has_it(supports_fp16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(device_name=lambda: "cuda", is_fp16_supported=lambda: supports_fp16)
+    monkeypatch.setattr(selection, "get_accelerator", lambda: device)
+    assert selection.fast_dtype("cuda", {}) == ("fp16" if supports_fp16 else "fp32")
+    assert selection.fast_dtype("mps", {}) == "fp16", "of which DeepSpeed knows nothing here"
+
+
+@pytest.mark.parametrize("has_fast_bf16", [True, False])
+def test_a_cpu_takes_bf16_if_the_cpp_kernels_are_fast_in_it(
+    fakes: Fakes, has_fast_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes()
+    table = dataclasses.replace(reference.OPERATIONS, fast_dtype="bf16" if has_fast_bf16 else "fp32")
+    monkeypatch.setattr(native, "operations", lambda: table)
+    assert selection.fast_dtype("cpu", {"cpu": None}) == table.fast_dtype
+    assert selection.fast_dtype("cpu", {"cpu": "no compiler"}) == "fp32"
 
 
 def chosen(without: int | None) -> tuple[str, list[str]]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's kernels compile for an H100 or H200 on any machine: registers, spills, and the instructions that count.
-
-The elementwise ones for AMD's GPUs, too.
-"""
+"""Triton's kernels compile for NVIDIA's and AMD's GPUs on any machine: registers, spills, instructions."""
 
 import re
 import subprocess
@@ -14,24 +11,18 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from deepspeed.muon.kernels import triton_elementwise as elementwise  # noqa: E402
-from deepspeed.muon.kernels import triton_products as products  # noqa: E402
-from deepspeed.muon.kernels import triton_table  # noqa: E402
 
 HOPPER = ("cuda", 90, 32)
 AMD = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}
 """Threads of a wave of an MI200, an MI300 and a Radeon."""
-SHARED_BYTES = 227 * 1024
-"""Shared memory that a block may have on Hopper."""
-UNKNOWN = {"skipped", "first_key", "second_key", "matrices"}
+UNKNOWN = {"first_key", "second_key"}
 """Numbers that kernels are not specialized on."""
 BLOCK = {"BLOCK": elementwise.BLOCK}
 ONE_RUN = BLOCK | {"tiles_ptr": None, "ALIGNED": False}
 NUMBERS = {
-    **dict.fromkeys(("numel", "parts", "size", "depth", "across", "along", "matrices"), "i32"),
-    **dict.fromkeys(("rows", "cols", "pitch", "skipped", "first_key", "second_key"), "i32"),
-    **dict.fromkeys(("momentum", "rate", "keep", "step", "scale", "alpha", "beta", "shift"), "fp32"),
+    **dict.fromkeys(("numel", "parts", "first_key", "second_key"), "i32"),
+    **dict.fromkeys(("momentum", "rate", "keep", "step", "scale"), "fp32"),
     **{"exponent_ptr": "*i32", "sum_ptr": "*fp32", "norm_ptr": "*fp32"},
-    **{f"{name}diagonal_ptr": "*fp32" for name in ("", "a_", "b_", "out_")},
 }
 """Types of what is not of a dtype of its own."""
 
@@ -58,17 +49,16 @@ def build(
     types: dict[str, str],
     constants: dict[str, Any],
     target: tuple[str, Any, int],
-    multiple: int = triton_table.MULTIPLE,
     **options: Any,
 ) -> Any:
-    """For pointers and sizes that are multiples of a number; Triton knows of 16 only."""
+    """For pointers and sizes that are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name) or NUMBERS[name] for name in names}
     aligned = [n for n, kind in signature.items() if kind not in ("constexpr", "fp32") and n not in UNKNOWN]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if multiple % 16 == 0}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget(*target), options=options | elementwise.OPTIONS)
 
@@ -114,29 +104,22 @@ RUNS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         ("apply_kernel", {"param_ptr": "*fp32", "update_ptr": "*bf16"}, "CAUTIOUS", True),
     )
 ]
-BF16 = dict.fromkeys(("a_ptr", "b_ptr", "x_ptr", "out_ptr"), "*bf16")
-PASSES: list[tuple[str, dict[str, str], dict[str, Any]]] = [
-    ("complete_kernel", BF16, {"BLOCK": products.PASS_BLOCK}),
-    ("scale_kernel", BF16, {"BLOCK": products.PASS_BLOCK, "TALL": True}),
-    ("scale_kernel", BF16, {"BLOCK": products.PASS_BLOCK, "TALL": False}),
-]
-QUICK = [ELEMENTWISE[1], ELEMENTWISE[6], ELEMENTWISE[8], RUNS[0], RUNS[5], PASSES[0]]
+QUICK = [ELEMENTWISE[1], ELEMENTWISE[6], ELEMENTWISE[8], RUNS[0], RUNS[5]]
 
 
 @pytest.mark.parametrize(
     ("name", "types", "constants"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in (*ELEMENTWISE, *RUNS, *PASSES)],
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in (*ELEMENTWISE, *RUNS)],
     ids=str,
 )
 def test_passes_over_elements(name: str, types: dict[str, str], constants: dict[str, Any]) -> None:
     """Sixteen bytes at a time where runs are aligned, and nothing spilled."""
-    _, used, code = compiled(getattr(elementwise, name, None) or getattr(products, name), types, constants)
+    _, used, code = compiled(getattr(elementwise, name), types, constants)
     assert used["STACK"] == 0 and used["REG"] <= 128
     is_wide = "tiles_ptr" not in types or constants["ALIGNED"]
     if name != "norm_kernel":
         assert bool(re.search(r"LDG\S*\.128", code)) == is_wide
         assert not is_wide or not re.search(r"LDG\S*\.(U16|U8)", code)
-    assert types is not BF16 or re.search(r"STG\S*\.128", code)
 
 
 @pytest.mark.parametrize(
@@ -147,55 +130,3 @@ def test_elementwise_on_amd(arch: str) -> None:
     for name, types, constants in {case[0]: case for case in reversed(ELEMENTWISE)}.values():
         code = build(getattr(elementwise, name), types, constants, ("hip", arch, AMD[arch])).asm["amdgcn"]
         assert name == "norm_kernel" or re.search(r"global_load_(dwordx[24]|b(64|128))", code)
-
-
-SYMMETRIC = {
-    f"{kind}-{index}-{'tall' if tall else 'wide'}-{'product' if product else 'square'}": (kind, config, tall, product)
-    for index, config in enumerate(products.CONFIGS)
-    for kind, tall, product in (
-        ("bf16", False, True),
-        ("bf16", True, False),
-        ("bf16", False, False),
-        ("fp16", False, True),
-    )
-}
-QUICK_ONES = ("bf16-2-wide-product", "bf16-0-tall-square")
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "tall", "product"),
-    [
-        pytest.param(*case, id=name, marks=() if name in QUICK_ONES else pytest.mark.full)
-        for name, case in SYMMETRIC.items()
-    ],
-)
-def test_symmetric_products(kind: str, config: Any, tall: bool, product: bool, record_property: Any) -> None:
-    """On Hopper's matrix units, fed by asynchronous copies of sixteen bytes, within a block's memory.
-
-    Beside the widest tiles of a product its diagonals' part does not fit the registers: spilled once, after the sum.
-    """
-    constants = {"DIAGONALS": product, "GROUP": products.GROUP, **config.kwargs, "across" if tall else "along": 1}
-    types = dict.fromkeys(("a_ptr", "b_ptr", "out_ptr"), f"*{kind}")
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    found, used, code = compiled(products.symmetric_kernel, types, constants, **options)
-    assert used["STACK"] <= (384 if product else 0) and found.metadata.shared <= SHARED_BYTES
-    sums = [i for i, line in enumerate(code.splitlines()) if "HGMMA" in line]
-    assert sums and not re.search(r"STL|LDL", "\n".join(code.splitlines()[sums[0] : sums[-1]]))
-    assert re.search(r"LDGSTS\S*\.128", code) and re.search(r"STG\S*\.128", code)
-    memory = f"{used['STACK']} bytes spilled, {found.metadata.shared} bytes of shared memory"
-    record_property("summary", f"{config}: {used['REG']} registers, {memory}")
-
-
-@pytest.mark.full
-def test_without_alignment_nothing_is_copied_asynchronously() -> None:
-    """Hence the table gives products of such matrices to a library."""
-    config = products.CONFIGS[-1]
-    constants = {"DIAGONALS": False, "GROUP": products.GROUP, **config.kwargs, "along": 1}
-    types = dict.fromkeys(("a_ptr", "b_ptr", "out_ptr"), "*bf16")
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    codes = [
-        build(products.symmetric_kernel, types, constants, HOPPER, multiple, **options).asm["ptx"]
-        for multiple in (8, triton_table.MULTIPLE)
-    ]
-    copies = [len(re.findall(r"cp\.async\.cg\S* \[.*0x10", code)) for code in codes]
-    assert copies[0] == 0 < copies[1]

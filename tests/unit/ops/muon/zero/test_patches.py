@@ -25,7 +25,6 @@ from helpers.distributed import RankError, run
 from helpers.logs import logged
 from helpers.models import Mlp, TinyGpt, train_engine
 from helpers.paths import ROOT
-from helpers.racing import races
 from helpers.training import ds_config, make_engine
 
 REQUIREMENTS = ROOT / "requirements" / "requirements.txt"
@@ -255,13 +254,12 @@ def test_the_users_tags_win_in_every_engine_and_all_parameters_carry_one() -> No
 
 def initialized(stage: int) -> tuple[list[float], list[str], float]:
     """Processor seconds of three starts, the first one cold; whether torch compiles; what stock's Muon computes."""
-    with races():
-        seconds = []
-        for _ in range(3):
-            began = time.process_time()
-            engine = make_engine(Mlp(), ds_config(stage=stage))
-            seconds.append(time.process_time() - began)
-            engine.destroy()
+    seconds = []
+    for _ in range(3):
+        began = time.process_time()
+        engine = make_engine(Mlp(), ds_config(stage=stage))
+        seconds.append(time.process_time() - began)
+        engine.destroy()
     loaded = [name for name in sys.modules if name.startswith("torch._inductor.compile_fx")]
     from deepspeed.runtime.zero.muon import original_muon
 

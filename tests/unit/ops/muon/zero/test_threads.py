@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon import tuning
 from deepspeed.muon.step import partition_step
 from deepspeed.muon.zero.threads import limited_threads, threads_per_rank
 from helpers.distributed import run
@@ -16,8 +15,6 @@ from helpers.models import Mlp
 from helpers.training import PARAMS, ds_config, make_engine, train_through_skips
 
 NODE = list(range(96))
-#: With no dtype in the config, the ranks time their kernels at start.
-RACE = {key: value for key, value in PARAMS.items() if key != "ns_dtype"}
 HALVES = [NODE[:48], NODE[48:]]
 
 
@@ -55,7 +52,7 @@ def test_a_limit_lowers_the_threads_and_restores_them() -> None:
 
 
 def threads_of_a_run(threads: int, cpus: int, stage: int) -> tuple[set[int], int, list[str]]:
-    """Return the numbers of threads in steps and while kernels are timed, then the script's, and the log at start."""
+    """Return the numbers of threads in steps, then the script's, and the log at start."""
     seen: set[int] = set()
 
     def noting(function: Callable) -> Callable:
@@ -68,12 +65,10 @@ def threads_of_a_run(threads: int, cpus: int, stage: int) -> tuple[set[int], int
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deepspeed.muon.zero.bind.usable_cpus", lambda: list(range(cpus)))
-        patch.setattr("deepspeed.muon.zero.bind.may_time", lambda: True)
-        patch.setattr("deepspeed.muon.tuning.iterate", noting(tuning.iterate))
         patch.setattr("deepspeed.muon.step.partition_step.orthogonalize", noting(partition_step.orthogonalize))
         with logged() as lines:
             engine = make_engine(
-                Mlp(), ds_config(stage=stage, offload=True, optimizer={"type": "Muon", "params": RACE})
+                Mlp(), ds_config(stage=stage, offload=True, optimizer={"type": "Muon", "params": PARAMS})
             )
         train_through_skips(engine, 2)
     engine.destroy()
