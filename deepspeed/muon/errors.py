@@ -16,6 +16,10 @@ class DisagreementError(RuntimeError):
     """The ranks of one job do not run the same optimizer; the message names the ranks."""
 
 
+class ExchangeError(RuntimeError):
+    """The ranks cannot send each other matrices; the message says why and what helps."""
+
+
 class SeamError(RuntimeError):
     """The installed DeepSpeed lacks an attribute that deepspeed-muon replaces; the message names the attribute."""
 

@@ -218,6 +218,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._steps[tensor] = with_settings(step, self.param_groups[step.partition.index])
         self.second_moments.bind(self._steps.values())
 
+    def connect(self) -> None:
+        """Make the backend's connections for the exchange, group by group in the order of a step; a collective."""
+        exchanges = {id(s.exchange.group): s.exchange for s in self._steps.values() if s.sends_between_ranks}
+        for exchange in exchanges.values():
+            exchange.connect()
+
     def whole_state(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict`` has all ranks' second moments of NorMuon; entry is a collective."""
         return self.second_moments.whole()

@@ -23,6 +23,7 @@ from deepspeed.muon.cli.plan_tables import aligned, plan_text, rows_of
 from deepspeed.muon.cli.report import as_text, check_launch, environment
 from deepspeed.muon.forecast.estimate import (
     estimate,
+    nccl_bytes,
     per_rank,
     share_of_step,
     step_operations,
@@ -177,7 +178,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "offload": settings.offload,
         "parameters": rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
         "totals": {"muon": totals(groups, True), "adamw": totals(groups, False)},
-        "per_rank": per_rank(found),
+        "per_rank": per_rank(found) | {"nccl_bytes": nccl_bytes(found, args.device)},
         "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens),
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,

@@ -144,6 +144,7 @@ def plan_text(facts: dict[str, Any]) -> str:
         ("AdamW", halves[1]),
         ("optimizer state per rank", f"{_over_ranks(ranks['state_bytes'])}, {where}"),
         ("scratch of a step", _scratch(facts)),
+        *([("NCCL, from the start on", _nccl(ranks["nccl_bytes"]))] if ranks["nccl_bytes"] else ()),
         ("sent per rank and step", _sent(facts)),
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_share(facts["share"]["by_tokens"]),
@@ -178,6 +179,12 @@ def _scratch(facts: dict[str, Any]) -> str:
     where = "kept between steps" if facts["device"] == "cpu" else "on the device during the step only"
     most, exchange, work = (quantity(scratch[key]) for key in ("max", "exchange", "newton_schulz"))
     return f"at most {most} on a rank, {where}: exchange {exchange}, Newton-Schulz {work}"
+
+
+def _nccl(nbytes: float) -> str:
+    return (
+        f"about {quantity(nbytes)} on every rank for all-to-alls (NVIDIA/nccl#1685); NCCL_MAX_P2P_NCHANNELS limits it"
+    )
 
 
 def _sent(facts: dict[str, Any]) -> str:

@@ -13,10 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.plan.plan import Plan
+
+OUT_OF_MEMORY = (
+    "NCCL keeps memory for each pair of ranks, 3.3 GB in all on eight H100s: set NCCL_MAX_P2P_NCHANNELS to 1 or 2, or "
+    "leave more memory free, with a smaller micro-batch or a higher ZeRO stage"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +67,26 @@ class Exchange:
     def largest(self, values: Tensor) -> None:
         """Replace each element of ``values`` by its maximum over the ranks of :attr:`group`; a collective."""
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self.group)
+
+    def connect(self) -> None:
+        """Send one element from each rank to each other; a collective.
+
+        A backend makes the connections of a group for all-to-all in the first one, for which NCCL takes gigabytes. In
+        the first step torch's cache may hold that memory.
+
+        Raises:
+            ExchangeError: the first all-to-all failed, with the remedies if memory was short.
+        """
+        from deepspeed import comm  # type: ignore[attr-defined]
+
+        if self.group is None:
+            return
+        ones = torch.ones(comm.get_world_size(group=self.group), dtype=self.dtype, device=self.device)
+        try:
+            comm.all_to_all_single(torch.empty_like(ones), ones, group=self.group, log_name="muon_exchange")
+        except RuntimeError as error:
+            cure = f"; {OUT_OF_MEMORY}" if "memory" in str(error) else ""
+            raise ExchangeError(f"the first all-to-all among {ones.numel()} ranks failed{cure}: {error}") from error
 
     # ---- buffers ------------------------------------------------------------------------------------------
 

@@ -157,6 +157,11 @@ class PartitionStep:
         """Return the :class:`GradientProbe` that finds the partition's matrices without a gradient."""
         return GradientProbe(self.partition, self.plan, self.exchange)
 
+    @property
+    def sends_between_ranks(self) -> bool:
+        """Return whether any rank of the partition sends matrices to an owner; equal on all of its ranks."""
+        return any(bucket.travels and not bucket.gathered_part for bucket in self.plan.buckets)
+
     @cached_property
     def slots(self) -> int:
         """Return how many buckets are in memory at a time."""

@@ -106,6 +106,8 @@ def bind_engine(engine: Any) -> None:
         optimizer.bind(partitions, device)
     with slow("comparing the plans of all ranks"):
         compare_plans(engine)
+    with slow("connecting the ranks for the exchange"):
+        optimizer.connect()
     is_recorded = agreed["monitor"] and optimizer.config.monitor_interval > 0
     engine._muon_recorder = Recorder(optimizer, get_accelerator().synchronize) if is_recorded else None
     optimizer.saved_form.is_convertible = True  # for DeepSpeed's converter, which reads AdamW's names only

@@ -30,9 +30,8 @@ LAYERS: dict[str, set[str]] = {
     "exchange": {"plan"},
     "param_groups": {"matrices"},
     "scheduler_view": {"errors", "log", "version"},
-    "tuning": {"config"},
     "monitor": {"exchange"},
-    "step": {"monitor", "tuning"},
+    "step": {"monitor"},
     "qk_clip": {"exchange"},
     "replicas": {"step"},
     "saved_state": {"step"},
@@ -46,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
 #: What layers may import beside the standard library, the package and DeepSpeed, if it is not torch alone.
 LIBRARIES: dict[str, set[str]] = {
     **{name: set() for name in ("errors", "log", "seam", "version", "plan")},
-    "kernels": {"torch", "triton", "quack", "packaging", "psutil"},
+    "kernels": {"torch", "triton", "packaging", "psutil"},
     "config": {"pydantic"},
     "zero": {"torch", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
     "cli": {"torch", "transformers", "yaml", "hjson"},  # hjson as DeepSpeed itself
@@ -60,12 +59,9 @@ GROUP_MAKERS = re.compile(r"^(new_(sub)?groups?\w*|split_group|init_device_mesh|
 OF_ONE_KIND = {
     "cli.main": "`ds_muon plan --device cuda` names it",
     "cli.report": "the version of NCCL",
-    "kernels.quack": "quack runs on NVIDIA's GPUs only",
     "kernels.triton_elementwise": "Triton's tables run on NVIDIA's and AMD's GPUs only",
-    "kernels.triton_products": "the same",
     "kernels.triton_table": "the same",
     "numerics": "these settings can be read and written on every machine",
-    "tuning": "DeepSpeed's accelerator counts the emulation of bf16",
 }
 #: Modules that may compute in fp64, and why.
 IN_FP64 = {
@@ -211,6 +207,7 @@ def deepspeed_elsewhere(name: str, module: ast.Module) -> list[str]:
     allowed = {
         "exchange": ("deepspeed.comm", "deepspeed.accelerator"),
         "kernels.builder": ("deepspeed.ops.op_builder",),
+        "kernels.selection": ("deepspeed.accelerator",),
     }
     known = (PREFIX, *allowed.get(name, ()), *allowed.get(layer(name), ()))
     others = [one for one in imported(module) if below(one, "deepspeed") and not below(one, *known)]

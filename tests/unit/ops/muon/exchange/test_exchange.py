@@ -12,11 +12,16 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from deepspeed.muon.errors import DisagreementError
+import deepspeed
+from deepspeed.muon.errors import DisagreementError, ExchangeError
+from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.host_staging import Staging
+from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.zero.consensus import agree, differences
+from helpers.collectives import recorded
 from helpers.distributed import RankError, run
-from helpers.training import train_on_gradients, with_params
+from helpers.models import MODELS, train_engine
+from helpers.training import PARAMS, ds_config, make_engine, train_on_gradients, with_params
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (33, 65), (24, 40), (8, 8)]
 
@@ -205,3 +210,40 @@ def fail_inside_the_exchange(stage: int) -> None:
 def test_a_rank_that_dies_in_the_exchange_ends_the_others() -> None:
     with pytest.raises(RankError, match="ended with code 3"):
         run(fail_inside_the_exchange, 2, fresh=True, stage=3)
+
+
+# ---- connections ----------------------------------------------------------------------------------------------
+
+
+def start_and_step(stage: int) -> list[list[str]]:
+    """The groups of the all-to-alls of `initialize` and of the first step."""
+    net = MODELS["mlp"]()
+    found = []
+    with recorded() as calls:
+        engine = make_engine(net, ds_config(stage=stage, optimizer={"type": "Muon", "params": PARAMS}))
+        found.append([call.group for call in calls if call.kind == "all_to_all"])
+        calls.clear()
+        train_engine(engine, 1)
+        found.append([call.group for call in calls if call.kind == "all_to_all"])
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_group_is_connected_before_the_first_step(stage: int) -> None:
+    """NCCL takes gigabytes in a group's first all-to-all, and in a step torch's cache may hold them."""
+    for at_start, in_step in run(start_and_step, 2, stage=stage):
+        assert bool(in_step) == (stage > 0) and set(at_start) == set(in_step)
+
+
+@pytest.mark.parametrize("reason", ["CUDA error: out of memory", "Connection reset by peer"])
+def test_a_connection_that_fails_says_why_and_what_helps(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(deepspeed.comm, "all_to_all_single", fail)
+    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda group: 8)
+    exchange = Exchange(group=object(), dtype=torch.bfloat16, device=torch.device("cpu"), work=Workspace())
+    with pytest.raises(ExchangeError, match=f"the first all-to-all among 8 ranks failed.*{reason}") as error:
+        exchange.connect()
+    assert ("NCCL_MAX_P2P_NCHANNELS" in str(error.value)) == ("memory" in reason)
