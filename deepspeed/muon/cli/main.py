@@ -42,7 +42,7 @@ USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.Mode
 USER_ERRORS += (errors.SettingsError, errors.UnsupportedError)
 SHARE = (
     "Muon's share of a step: forward and backward take 6 operations per parameter and token (4 if frozen), without "
-    "recomputation, at the rate of Newton-Schulz; kernels compute one triangle of large symmetric products; "
+    "recomputation, at the rate of Newton-Schulz; the C++ kernels compute one triangle of symmetric products; "
     "communication takes what the planner assumes; ZeRO's own, and elementwise passes, are left out"
 )
 BF16_ON_CPU = "ns_dtype: a run on a CPU that multiplies bf16 faster than fp32 takes bf16; this plan counts in fp32"

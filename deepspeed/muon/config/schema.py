@@ -94,7 +94,7 @@ class MuonConfig(BaseModel):
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
     """coefficients of the Newton-Schulz polynomial"""
     ns_dtype: types.NsDtype = field("auto")
-    """dtype of the products of Newton-Schulz; `auto`: fp16 on accelerators, [bf16 or fp32](evidence/choice.md) on CPUs"""
+    """dtype of the products of Newton-Schulz; `auto`: fp16 on accelerators, [else bf16 or fp32](evidence/choice.md)"""
     wire_dtype: types.WireDtype = field("auto")
     """dtype in which ranks send matrices; `auto`: fp32 if `ns_dtype` is set to fp32, otherwise bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")

@@ -78,9 +78,8 @@ def bind_partition(
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         second_moments: NorMuon's second moments of all partitions.
     """
-    ns_method = exact_method(group["ns_method"], dtype, exchange.device.type)
-    method = cache(partial(method_of, ns_method=ns_method, schedule=config.schedule, dtype=dtype))
-    cost = cost_model(method, config.schedule, dtype, exchange.dtype.itemsize, exchange.device.type)
+    newton_schulz = _newton_schulz(group, config, dtype, exchange.device.type)
+    cost = cost_model(newton_schulz.method, config.schedule, dtype, exchange.dtype.itemsize, exchange.device.type)
     # The number of ranks before the partition may shrink to one below: statistics are divided by it.
     sharers, is_replicated = partition.world_size, partition.is_replicated
     planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes)
@@ -94,10 +93,10 @@ def bind_partition(
         partition=partition,
         plan=planned.view(partition.rank),
         exchange=exchange,
-        newton_schulz=NewtonSchulz(schedule=config.schedule, dtype=dtype, method=method),
+        newton_schulz=newton_schulz,
         kernels=context.kernels,
         multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
-        scale=cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale)),
+        scale=_scale(group, config),
         settings=_settings(group),
         sharers=sharers,
         copies=sharers if is_replicated else 1,
@@ -108,8 +107,22 @@ def bind_partition(
 
 def with_settings(step: PartitionStep, group: Mapping[str, Any]) -> PartitionStep:
     """Return the same planned step with the settings of ``group``, which a load may have changed."""
-    scale = cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=step.config.rms_scale))
-    return replace(step, scale=scale, settings=_settings(group))
+    return replace(
+        step,
+        newton_schulz=_newton_schulz(group, step.config, step.newton_schulz.dtype, step.exchange.device.type),
+        scale=_scale(group, step.config),
+        settings=_settings(group),
+    )
+
+
+def _newton_schulz(group: Mapping[str, Any], config: MuonConfig, dtype: str, device_type: str) -> NewtonSchulz:
+    ns_method = exact_method(group["ns_method"], dtype, device_type)
+    method = cache(partial(method_of, ns_method=ns_method, schedule=config.schedule, dtype=dtype))
+    return NewtonSchulz(schedule=config.schedule, dtype=dtype, method=method)
+
+
+def _scale(group: Mapping[str, Any], config: MuonConfig) -> Callable[[int, int], float]:
+    return cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale))
 
 
 def _settings(group: Mapping[str, Any]) -> str:

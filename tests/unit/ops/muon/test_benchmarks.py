@@ -118,13 +118,13 @@ def test_every_part_of_gpu_runs_on_a_cpu(call: int) -> None:
 
 def test_a_part_of_gpu_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(function: Any, setting: dict[str, Any], *rest: Any) -> list[Any]:
-        if setting["name"] == "symmetric":
+        if setting["name"] == "newton_schulz":
             raise ranks.RanksFailed("out of luck", [{"shape": "1 x 2 x 3"}])
         return [[{"way": "in place"}]]
 
     monkeypatch.setattr(ranks, "run", run)
-    with pytest.raises(SystemExit, match=r"(?s)1 x 2 x 3.*in place.*FAILED: symmetric"):
-        gpu.gpu(parts=("symmetric", "exchange"), device="cpu", output="test")
+    with pytest.raises(SystemExit, match=r"(?s)1 x 2 x 3.*in place.*FAILED: newton_schulz"):
+        gpu.gpu(parts=("newton_schulz", "exchange"), device="cpu", output="test")
 
 
 def fail(rows: int) -> Iterator[int]:

@@ -180,7 +180,8 @@ def released(cases: list[dict[str, Any]], accelerator: bool) -> list[list[tuple[
         for case in cases:
             engine, step = engine_on([(64, 64), (128, 64), (64, 128)], **case)
             work = engine.basic_optimizer.workspace = Watched()
-            engine.basic_optimizer.bind(*engine.basic_optimizer._binding)
+            optimizer = engine.basic_optimizer
+            optimizer.bind(optimizer.all_partitions, optimizer.compute_device)
             results.append([])
             for _ in range(3):
                 work.peak = work.releases = 0

@@ -101,7 +101,7 @@ def train_part(part: str, stage: int, freeze: bool) -> tuple[list[str], list[str
     before = {name: param.detach().clone() for name, param in net.named_parameters()}
     with logged() as lines:
         engine = make_engine(net, ds_config(stage=stage), model_parameters=given)
-    matrices = sum(engine.basic_optimizer.shapes.values())
+    matrices = sum(len(spec.blocks) for spec in engine.basic_optimizer.specs.values() if spec.use_muon)
     train_engine(engine, 2)
     moved = [name for name, value in fp32_weights(engine).items() if not torch.equal(before[name], value)]
     engine.destroy()

@@ -79,7 +79,7 @@ def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.Monke
         bind_without_sharding(optimizer, None)
         kernels = dataclasses.replace(reference.OPERATIONS, runs=runs)
         optimizer.context = dataclasses.replace(optimizer.context, kernels=kernels)
-        optimizer.bind(*optimizer._binding)
+        optimizer.bind(optimizer.all_partitions, optimizer.compute_device)
         optimizer.step()
         assert (
             net.layers[1].weight.equal(initial) and not optimizer.state[net.layers[1].weight]["momentum_buffer"].any()
