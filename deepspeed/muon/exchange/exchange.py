@@ -77,13 +77,11 @@ class Exchange:
         Raises:
             ExchangeError: the first all-to-all failed, with the remedies if memory was short.
         """
-        from deepspeed import comm  # type: ignore[attr-defined]
-
         if self.group is None:
             return
-        ones = torch.ones(comm.get_world_size(group=self.group), dtype=self.dtype, device=self.device)
+        ones = torch.ones(torch.distributed.get_world_size(self.group), dtype=self.dtype, device=self.device)
         try:
-            comm.all_to_all_single(torch.empty_like(ones), ones, group=self.group, log_name="muon_exchange")
+            torch.distributed.all_to_all_single(torch.empty_like(ones), ones, group=self.group)
         except RuntimeError as error:
             cure = f"; {OUT_OF_MEMORY}" if "memory" in str(error) else ""
             raise ExchangeError(f"the first all-to-all among {ones.numel()} ranks failed{cure}: {error}") from error

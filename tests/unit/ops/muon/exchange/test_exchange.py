@@ -12,7 +12,6 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-import deepspeed
 from deepspeed.muon.errors import DisagreementError, ExchangeError
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.host_staging import Staging
@@ -241,8 +240,8 @@ def test_a_connection_that_fails_says_why_and_what_helps(reason: str, monkeypatc
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError(reason)
 
-    monkeypatch.setattr(deepspeed.comm, "all_to_all_single", fail)
-    monkeypatch.setattr(deepspeed.comm, "get_world_size", lambda group: 8)
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", fail)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 8)
     exchange = Exchange(group=object(), dtype=torch.bfloat16, device=torch.device("cpu"), work=Workspace())
     with pytest.raises(ExchangeError, match=f"the first all-to-all among 8 ranks failed.*{reason}") as error:
         exchange.connect()
