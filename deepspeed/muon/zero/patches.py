@@ -30,7 +30,7 @@ from deepspeed.muon.seam import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import save_load, universal
-from deepspeed.muon.zero.checkpoint.states_by_name import renames_allowed
+from deepspeed.muon.zero.checkpoint.states_by_name import check_section
 from deepspeed.muon.zero.engine_step import take_step
 from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.refusals import ON_GPUS, refuse_engine, refuse_unsupported, renames_parameters
@@ -64,7 +64,7 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
         params = (self.optimizer_params or {}).items()
         settings = parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
         refuse_unsupported(self, settings)
-        renames_allowed(self._param_dict.get("checkpoint"))
+        check_section(self._param_dict.get("checkpoint"))
     _keep_user_tags()
 
 

@@ -8,16 +8,17 @@ DeepSpeed calls ``makedirs``, ``create``, ``save`` (once per file) and ``commit`
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from deepspeed.muon.errors import CheckpointError
-from deepspeed.muon.zero.checkpoint.saved_files import read_mapped
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 
 #: Suffix of the name of a file that is not complete yet.
@@ -153,6 +154,11 @@ class SafeFiles(CheckpointEngine):
 def _remove(files: Iterable[Path]) -> None:
     for file in files:
         file.unlink(missing_ok=True)
+
+
+def read_mapped(path: str | Path) -> Any:
+    """Return the contents of a checkpoint file, with tensors that are mapped from it if its format permits."""
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
 def _start_writing(descriptor: int) -> None:
