@@ -36,8 +36,7 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import listed, logger
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.saved_state import NAMES, saved_groups
-from deepspeed.muon.zero.checkpoint.engine import read_mapped
+from deepspeed.muon.saved_state import NAMES, read_mapped, saved_groups
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.tp_ranks import tp_rank
 
@@ -160,7 +159,7 @@ class SavedFiles:
             self._steps.setdefault(name, float(saved["step"]))
 
     def _add_zero(self, ranks: list[dict[str, Any]]) -> None:
-        """Add the parameters of stages 1 to 3, of which each rank saved a part. ``ranks``: their states."""
+        """Add the parameters of stages 1 to 3, from the parts that the ranks saved. ``ranks``: the states of each."""
         section = (self.model.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
         is_whole = False
         if self.saved_by == "stock's Muon" and section.get("device", "none") == "none":

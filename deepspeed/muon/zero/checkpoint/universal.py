@@ -31,11 +31,11 @@ from deepspeed.muon.saved_state import (
     check_groups,
     fused_names,
     group_kinds,
+    read_mapped,
     saved_groups,
     settings_of,
 )
 from deepspeed.muon.seam import Seam, replace
-from deepspeed.muon.zero.checkpoint.engine import read_mapped
 from deepspeed.muon.zero.checkpoint.states_by_name import (
     KEYS,
     MOMENTUM,
