@@ -139,10 +139,9 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
 - A cycle of the momentum (`OneCycle`, `OneCycleLR`, `CyclicLR`) moves the first of AdamW's `betas`; Muon's `momentum`
   [stays as it is](decisions/0040-cycles-of-betas-leave-muons-momentum.md).
 
-## Names from other optimizers
+## Names from other optimizers, and removed keys
 
-Each of these keys raises an error that says what to write instead. [Removed keys](removed.md) are on a page of their
-own.
+Each of these keys raises an error that says what to write instead.
 
 | key | message |
 |---|---|

@@ -22,6 +22,10 @@ ELSEWHERE = {
     "max_grad_norm": "clip with the top-level key gradient_clipping instead",
     "use_muon": "set param.use_muon on parameters instead, or use the keys muon_include and muon_exclude",
     "wd": "write weight_decay",
+    # Keys of older versions of this package.
+    "ns_normalization": "removed in 0.3.0; delete it, and use at least 5 ns_steps",
+    "ns_tuning": "removed in 0.3.0, because nothing is left to tune; delete it",
+    "owners_per_matrix": "removed in 0.3.0, because one rank now owns each matrix; delete it",
 }
 #: A key whose value ``"auto"`` a framework replaces -> which framework does.
 FILLED_BY = {
