@@ -30,17 +30,15 @@ import torch
 from deepspeed.checkpoint import constants
 from torch import Tensor
 
-from deepspeed.muon.config.messages import did_you_mean
-from deepspeed.muon.errors import CheckpointError, ImportStateError, MuonConfigError
+from deepspeed.muon.errors import CheckpointError, ImportStateError
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import listed, logger
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import NAMES, read_mapped, saved_groups
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
-from deepspeed.muon.zero.tp_ranks import tp_rank
+from deepspeed.muon.zero.refusals import refuse_load_by_name
 
-KEY = "muon_changed_model"
 #: Key of a parameter's fp32 weight, and of Muon's momentum in our files.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
 #: Whether Muon updates a parameter -> the keys of its state.
@@ -52,16 +50,6 @@ ORIGIN = "deepspeed_muon_origin"
 #: Keys of a model file that DeepSpeed does not count among the script's ``client_state``.
 COUNTED = {"module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
 MAX_LISTED = 8
-
-
-def check_section(section: Mapping[str, Any] | None) -> None:
-    """Raise MuonConfigError if the ds_config's section ``checkpoint`` has a wrong value or key of this package."""
-    for key, value in (section or {}).items():
-        if key == KEY and value not in ("error", "match"):
-            raise MuonConfigError(f'checkpoint.{KEY}: got {value!r}; expected "error" or "match"')
-        if key.startswith("muon") and key != KEY:
-            hint = did_you_mean(key, [KEY], f"the only key of deepspeed-muon in this section is {KEY}", quote="'")
-            raise MuonConfigError(f"checkpoint.{key}: unknown key; {hint}")
 
 
 # ---- read -------------------------------------------------------------------------------------------------------
@@ -172,14 +160,12 @@ class SavedFiles:
             for index, shapes in enumerate(self.model[constants.PARAM_SHAPES]):
                 saved = {WEIGHT: state[weights][index], **states.get(index, {})}
                 whole = saved.pop("momentum_buffer", None) if is_whole else None
-                if self.stage == 3:
-                    places = _places_at_stage3(shapes, len(ranks))
-                else:
-                    # The padding at the end of a group is not saved. If it shortens rank 0's part, others hold nothing.
-                    span = ranks[0][weights][index].numel()
-                    paddings = state.get("param_alignment_paddings", {index: [0] * len(shapes)})[index]
-                    places = _places_in_partition(shapes, paddings, rank, span)
-                for name, part in places:
+                shares = len(ranks) if self.stage == 3 else 1
+                sizes = {name: -(-math.prod(shape) // shares) for name, shape in shapes.items()}
+                # The padding at the end of a group is not saved. If it shortens rank 0's part, others hold nothing.
+                span = ranks[0][weights][index].numel()
+                paddings = state.get("param_alignment_paddings", {index: [0] * len(sizes)})[index]
+                for name, part in _places(sizes, paddings, 0 if self.stage == 3 else -rank * span, span):
                     self._add(name, use_muon[index], saved, part)
                     if whole is not None:
                         size = math.prod(shapes[name])
@@ -201,23 +187,14 @@ class SavedFiles:
             self._add(name, False, {key: value.reshape(-1) for key, value in entry.items()})
 
 
-def _places_at_stage3(shapes: Mapping[str, Any], count: int) -> Iterator[tuple[str, slice]]:
-    """Yield (parameter, its place in the flat sub-group of each of ``count`` ranks)."""
-    start = 0
-    for name, shape in shapes.items():
-        end = start + -(-math.prod(shape) // count)
-        yield name, slice(start, end)
-        start = end
+def _places(sizes: Mapping[str, int], paddings: list[int], start: int, span: int) -> Iterator[tuple[str, slice]]:
+    """Yield (parameter, its place in a rank's flat tensor of ``span`` elements).
 
-
-def _places_in_partition(
-    shapes: Mapping[str, Any], paddings: list[int], rank: int, span: int
-) -> Iterator[tuple[str, slice]]:
-    """Yield (parameter, its place in a rank's partition) at stages 1 and 2; ``span``: elements in a partition."""
-    start = -rank * span
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        low, high = max(start, 0), min(start + math.prod(shape), span)
-        start += math.prod(shape) + padding
+    ``start``: where the first parameter begins, seen from this tensor. ``paddings``: elements behind each parameter.
+    """
+    for (name, size), padding in zip(sizes.items(), paddings, strict=True):
+        low, high = max(start, 0), min(start + size, span)
+        start += size + padding
         if low < high:
             yield name, slice(low, high)
 
@@ -346,16 +323,7 @@ def load_by_name(
     Raises:
         CheckpointError: on all ranks, before the engine changes, if the checkpoint cannot be read or matched.
     """
-    unsupported = {
-        "pipelines": engine.pipeline_parallelism,
-        "tensor parallelism": tp_rank(engine)[1] > 1,
-        "experts that are spread over ranks": engine.has_moe_layers,
-    }
-    if found := [name for name, is_used in unsupported.items() if is_used]:
-        raise CheckpointError(
-            f"checkpoint.{KEY}: not supported with {' and '.join(found)}; remove this key and resume the same model, "
-            "or resume without them"
-        )
+    refuse_load_by_name(engine)
     folder, adapter, optimizer = (
         Path(arguments["load_dir"], arguments["tag"]),
         engine.muon_adapter,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon import CheckpointError, MuonConfigError
-from deepspeed.muon.zero.checkpoint.states_by_name import check_section
+from deepspeed.muon.zero.refusals import check_section
 from helpers import nvme
 from helpers.changed_models import (
     ADAMW,
