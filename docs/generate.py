@@ -12,7 +12,7 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from deepspeed.muon.config.messages import ELSEWHERE, REMOVED, REMOVED_VALUES, allowed
+from deepspeed.muon.config.messages import ELSEWHERE, allowed
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, STOCK_TUNING_KEYS
@@ -141,7 +141,7 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
 
 ## Names from other optimizers, and removed keys
 
-Each of these keys and values raises an error that says what to write instead.
+Each of these keys raises an error that says what to write instead.
 
 | key | message |
 |---|---|
@@ -243,11 +243,7 @@ def configuration() -> str:
         schedules=rows(schedules),
         group_keys=", ".join(f"`{key}`" for key in GROUP_KEYS),
         tuning=" or ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
-        refused=rows(
-            [(f"`{key}`", text) for key, text in ELSEWHERE.items()]
-            + [(f"`{key}`", f"was removed in 0.3.0, {text}") for key, text in REMOVED.items()]
-            + [(f"`{key}: {value}`", f"removed in 0.3.0; {text}") for (key, value), text in REMOVED_VALUES.items()]
-        ),
+        refused=rows([(f"`{key}`", text) for key, text in ELSEWHERE.items()]),
     )
 
 

@@ -14,7 +14,6 @@ from deepspeed.muon.matrices.block import Block
 from deepspeed.muon.matrices.routing import route
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.state_import import import_state
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.patches import activate, install, uninstall
 
@@ -30,7 +29,6 @@ __all__ = [
     "SeamError",
     "UnsupportedError",
     "__version__",
-    "import_state",
     "install",
     "route",
     "uninstall",

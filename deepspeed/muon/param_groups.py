@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed.muon.config.messages import ELSEWHERE, REMOVED, nearest
+from deepspeed.muon.config.messages import ELSEWHERE, nearest
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, is_harmless
 from deepspeed.muon.errors import MuonConfigError
@@ -136,7 +136,7 @@ def is_user_data(key: Any, value: Any) -> bool:
     text = str(key).lower()
     if key in HARMLESS:
         return value is None or is_harmless(key, value)
-    if key in MuonConfig.model_fields or text in ELSEWHERE or text in REMOVED or key in OF_HALVES:
+    if key in MuonConfig.model_fields or text in ELSEWHERE or key in OF_HALVES:
         return False
     words = f"_{text}_"
     return any(f"_{known}_" in words for known in GROUP_KEYS if known != text) or not nearest(

@@ -10,6 +10,7 @@ by up to 32 times at a beta2 of 0.999.
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +187,11 @@ def _is_alike(value: Tensor, target: Any) -> bool:
     if not torch.is_tensor(target):
         return False
     return (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)
+
+
+def read_mapped(path: str | Path) -> Any:
+    """Return the contents of a checkpoint file, with tensors that are mapped from it if its format permits."""
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
 # ---- the groups of a saved optimizer: whether they match this run's, and which of their settings are used ------------

@@ -10,40 +10,22 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-#: A name that people bring from AdamW, Moonlight's or Keller Jordan's Muon -> what to write here.
+#: A name that people bring from AdamW, stock's, Moonlight's or Keller Jordan's Muon -> what to write here.
 ELSEWHERE = {
     "adamw_betas": "write betas",
     "adamw_eps": "write eps",
-    "adamw_lr": "write adam_lr",
     "adamw_wd": "write adam_weight_decay",
-    "backend_steps": "write ns_steps",
-    "beta1": "write betas, a list of two numbers",
-    "beta2": "write betas, a list of two numbers",
-    "epsilon": "write eps",
-    "learning_rate": "write lr",
-    "wd": "write weight_decay",
     "amsgrad": "AMSGrad is not supported; set it to false or remove the key",
+    "backend_steps": "write ns_steps",
     "decoupled_weight_decay": 'for Adam with L2 instead of AdamW write "adam_w_mode": false',
+    "learning_rate": "write lr",
     "max_grad_norm": "clip with the top-level key gradient_clipping instead",
-    "maximize": "the optimizer only minimizes; remove the key, and change the sign of the loss",
     "use_muon": "set param.use_muon on parameters instead, or use the keys muon_include and muon_exclude",
-    **dict.fromkeys(("fused", "foreach", "capturable", "set_grad_none"), "expected true or false; it has no effect"),
-}
-#: A key that older versions had -> why it was removed, and what to do.
-REMOVED = {
-    "ns_normalization": "because nobody asked for AOL; delete it, and use at least 5 ns_steps",
-    "ns_tuning": "because nothing is left to tune; delete it",
-    "owners_per_matrix": "because one rank now owns each matrix; delete it",
-}
-#: (key, value) that older versions had -> what to write instead.
-REMOVED_VALUES = {
-    ("ns_coefficients", "cubic5"): 'write "simple", or the list of its triples',
-    ("ns_coefficients", "you"): 'write "polar_express", or the list of its triples',
-    **dict.fromkeys(
-        [("muon_plus", sides) for sides in ("rows", "columns", "rows_columns", "columns_rows")],
-        "write true, which gives the whole matrix the norm of an orthogonal one",
-    ),
-    ("muon_plus", "none"): "write false",
+    "wd": "write weight_decay",
+    # Keys of older versions of this package.
+    "ns_normalization": "removed in 0.3.0; delete it, and use at least 5 ns_steps",
+    "ns_tuning": "removed in 0.3.0, because nothing is left to tune; delete it",
+    "owners_per_matrix": "removed in 0.3.0, because one rank now owns each matrix; delete it",
 }
 #: A key whose value ``"auto"`` a framework replaces -> which framework does.
 FILLED_BY = {
@@ -123,8 +105,6 @@ def explain(
         text = _wrong_value(item, value, key, fields[key], inner)
     elif key in fields:
         return f"{where}{key}: set it for all groups, in optimizer.params; a parameter group may set {', '.join(known)}"
-    elif name in REMOVED:
-        return f"{where}{key} was removed in 0.3.0, {REMOVED[name]}"
     else:
         near = did_you_mean(name, known, f"known keys: {', '.join(known)}")
         text = ELSEWHERE.get(name) or f"unknown key, {near}"
@@ -134,8 +114,6 @@ def explain(
 def _wrong_value(item: Mapping[str, Any], value: Any, key: str, field: FieldInfo, inner: Sequence[Any]) -> str:
     if value == "auto" and key in FILLED_BY:
         return f"only {FILLED_BY[key]} can fill in this 'auto'; write a value or remove the key"
-    if isinstance(value, str) and (key, value) in REMOVED_VALUES:
-        return f"removed in 0.3.0; {REMOVED_VALUES[key, value]}"
     section = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
     values, part = allowed(field), ""
     if section and inner:

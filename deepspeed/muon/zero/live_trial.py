@@ -22,17 +22,14 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.consensus import Facts, with_type
 
 WIDTH, LAYERS, VOCABULARY = 1024, 2, 512
-#: Sequences in one rank's batch, and tokens in each.
-ROWS, TOKENS = 4, 16
-STEPS = 3
+#: Sequences in one rank's batch, and tokens in each; steps in a training.
+ROWS, TOKENS, STEPS = 4, 16, 3
 #: The dtype, method and kernels of Newton-Schulz, and what the ranks send, are those of a run that sets nothing.
 PARAMS = {"lr": 0.01, "weight_decay": 0.1}
 CLIP = 1.0
 #: A weight's change may differ from that in one process by this fraction of it: Newton-Schulz in 16 bits passes on
 #: that ranks add gradients in another order. Of a wrong update the fraction is near one.
 TOLERANCE = 0.05
-#: Time limit of a collective.
-TIMEOUT_SECONDS = 120
 STAGES = (1, 2, 3)
 #: Dtype of Newton-Schulz -> {parameter name: weight after training in one process, on the CPU}.
 Expected = Callable[[str], dict[str, Tensor]]
@@ -64,29 +61,26 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def run_trial(local: Facts) -> Facts | None:
-    """Train a small model at each of :data:`STAGES`; a collective.
+    """Train at each of :data:`STAGES`; a collective. ``None`` on other ranks than 0.
 
-    Returns:
-        ``None`` on other ranks than 0. On rank 0 {"ranks": the argument ``local`` of each rank, "trial": the result of
-        :func:`train_all_stages`}.
+    Rank 0 returns {"ranks": the argument ``local`` of each rank, "trial": the result of :func:`train_all_stages`}.
     """
     is_joined = torch.distributed.is_initialized()
-    trial = train_all_stages()
-    ranks, is_first = gathered(local), torch.distributed.get_rank() == 0
+    result = {"trial": train_all_stages(), "ranks": gathered(local)}
+    is_first = torch.distributed.get_rank() == 0  # train_all_stages has joined the ranks
     if not is_joined:
         torch.distributed.destroy_process_group()  # the one that train_all_stages has made
-    return {"ranks": ranks, "trial": trial} if is_first else None
+    return result if is_first else None
 
 
 def train_all_stages() -> list[Facts]:
-    """Train a small model for :data:`STEPS` steps at each of :data:`STAGES`, on all ranks; a collective.
+    """Train a small model at each of :data:`STAGES`, on all ranks; a collective.
 
-    Returns:
-        A dict for each stage: ``stage``; ``problem``, an error or a difference from training in one process, or
-        ``None``; ``error``, norm(trained - expected) / norm(expected - initial), the largest of all parameters and
-        ranks; ``step_ms``, the median time of a step on the slowest rank, in milliseconds.
+    Return for each stage ``stage``; ``problem``, an error or a difference from training in one process, or ``None``;
+    ``error``, norm(trained - expected) / norm(expected - initial), the largest of all parameters and ranks;
+    ``step_ms``, the median time of a step on the slowest rank, in milliseconds.
     """
-    comm.init_distributed(timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    comm.init_distributed(timeout=timedelta(seconds=120))  # of a collective
     torch.manual_seed(0)  # the same weights on all ranks
     model = Model()
     expected = cache(partial(_train_in_one_process, model, torch.distributed.get_world_size()))
@@ -95,8 +89,8 @@ def train_all_stages() -> list[Facts]:
 
 def _train_in_one_process(model: Model, world_size: int, dtype: str) -> dict[str, Tensor]:
     """Train a copy of ``model`` in this process only, on the batches of all ranks, with Newton-Schulz in ``dtype``."""
-    device, model = get_accelerator().current_device_name(), copy.deepcopy(model)
-    model.to(device)
+    device = get_accelerator().current_device_name()
+    model = copy.deepcopy(model).to(device)
     optimizer = MuonWithAuxAdam(model.named_parameters(), model=model, ns_dtype=dtype, wire_dtype="bf16", **PARAMS)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -125,21 +119,20 @@ def _train(stage: int, model: Model, expected: Expected) -> Facts:
         "gradient_clipping": CLIP,
         "optimizer": {"type": "Muon", "params": PARAMS},
         "zero_optimization": {"stage": stage},
-        "steps_per_print": 10**9,
     }
-    initialize = import_module("deepspeed").initialize
-    engine, *_ = initialize(model=trained, config=config, model_parameters=trained.parameters())
+    engine, *_ = import_module("deepspeed").initialize(
+        model=trained, config=config, model_parameters=trained.parameters()
+    )
     try:
         optimizer = engine.basic_optimizer
         if not isinstance(optimizer, MuonWithAuxAdam):
             return {"problem": f"{type(optimizer).__name__} runs instead of deepspeed-muon"}
-        seconds = [_step_seconds(engine, step) for step in range(STEPS)]
+        seconds = statistics.median(_step_seconds(engine, step) for step in range(STEPS))
         error = max(_relative_errors(trained, model, expected(optimizer.ns_dtype)))
     finally:
         engine.destroy()
-    is_right = error <= TOLERANCE
-    problem = None if is_right else f"weights changed differently than in one process, by {error:.1%}"
-    return {"problem": problem, "error": error, "step_ms": 1e3 * statistics.median(seconds)}
+    problem = None if error <= TOLERANCE else f"weights changed differently than in one process, by {error:.1%}"
+    return {"problem": problem, "error": error, "step_ms": 1e3 * seconds}
 
 
 def _step_seconds(engine: Any, step: int) -> float:
@@ -159,5 +152,4 @@ def _relative_errors(trained: nn.Module, model: Model, expected: dict[str, Tenso
     for name, param in trained.named_parameters():
         with GatheredParameters([param]):
             weight = param.detach().cpu().float()
-        change = expected[name] - initial[name].detach()
-        yield float((weight - expected[name]).norm() / change.norm())
+        yield float((weight - expected[name]).norm() / (expected[name] - initial[name].detach()).norm())

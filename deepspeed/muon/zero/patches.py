@@ -30,10 +30,9 @@ from deepspeed.muon.seam import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import save_load, universal
-from deepspeed.muon.zero.checkpoint.states_by_name import renames_allowed
 from deepspeed.muon.zero.engine_step import take_step
 from deepspeed.muon.zero.nvme import check_nvme
-from deepspeed.muon.zero.refusals import ON_GPUS, refuse_engine, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.refusals import ON_GPUS, check_section, refuse_engine, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler_section import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.tp_ranks import note_tp_rank
 from deepspeed.muon.zero.wrappers.experts import refuse_replaced_parameters, with_group_names
@@ -64,7 +63,7 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
         params = (self.optimizer_params or {}).items()
         settings = parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
         refuse_unsupported(self, settings)
-        renames_allowed(self._param_dict.get("checkpoint"))
+        check_section(self._param_dict.get("checkpoint"))
     _keep_user_tags()
 
 

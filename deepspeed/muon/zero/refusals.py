@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.errors import CheckpointError, MuonConfigError, UnsupportedError
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast
 
@@ -247,3 +248,33 @@ def _pipeline_problems(engine: Any) -> Iterator[str]:
         yield "a pipeline at ZeRO stage 2 or 3, which DeepSpeed refuses; set zero_optimization.stage to 1"
     if hasattr(engine.module, "phase_bounds"):
         yield "DualPipeV, whose ranks hold two stages each; use PipelineModule"
+
+
+# ---- loads by parameter names ------------------------------------------------------------------------------------
+
+#: The key of a ds_config's section ``checkpoint`` that allows them.
+KEY = "muon_changed_model"
+
+
+def refuse_load_by_name(engine: Any) -> None:
+    """Raise CheckpointError if the engine cannot load by parameter names. Call it before such a load."""
+    unsupported = {
+        "pipelines": engine.pipeline_parallelism,
+        "tensor parallelism": tp_rank(engine)[1] > 1,
+        "experts that are spread over ranks": engine.has_moe_layers,
+    }
+    if found := [name for name, is_used in unsupported.items() if is_used]:
+        raise CheckpointError(
+            f"checkpoint.{KEY}: not supported with {' and '.join(found)}; remove this key and resume the same model, "
+            "or resume without them"
+        )
+
+
+def check_section(section: Mapping[str, Any] | None) -> None:
+    """Raise MuonConfigError if the ds_config's section ``checkpoint`` has a wrong value or key of this package."""
+    for key, value in (section or {}).items():
+        if key == KEY and value not in ("error", "match"):
+            raise MuonConfigError(f'checkpoint.{KEY}: got {value!r}; expected "error" or "match"')
+        if key.startswith("muon") and key != KEY:
+            hint = did_you_mean(key, [KEY], f"the only key of deepspeed-muon in this section is {KEY}", quote="'")
+            raise MuonConfigError(f"checkpoint.{key}: unknown key; {hint}")

@@ -17,7 +17,7 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from deepspeed.muon.errors import CheckpointError
-from deepspeed.muon.zero.checkpoint.saved_files import read_mapped
+from deepspeed.muon.saved_state import read_mapped
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 
 #: Suffix of the name of a file that is not complete yet.
@@ -60,11 +60,23 @@ class SafeFiles(CheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write ``state_dict`` to a temporary file, which ``commit`` will rename to ``path``."""
-        if self._error is None:
-            with self.errors_kept():
-                self._write(state_dict, Path(path))
-            if isinstance(self._error, OSError):
-                self._error.filename = path
+        if self._error is not None:
+            return
+        temporary = self._files[Path(path)] = Path(f"{path}.{self.rank}{TEMPORARY}")
+        with self.errors_kept(), temporary.open("wb") as file:
+
+            def write(data: Any) -> int:
+                with self.errors_kept():  # torch.save calls this from C++, and ends the process if it raises
+                    file.write(data)
+                    if hasattr(os, "posix_fadvise"):  # the disk starts now: a save takes two thirds of the time
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                return len(memoryview(data).cast("B"))
+
+            self.contents.save(state_dict, SimpleNamespace(write=write, flush=lambda: None))
+            file.flush()
+            os.fsync(file.fileno())
+        if isinstance(self._error, OSError):
+            self._error.filename = path  # a full disk gives none
 
     def commit(self, info: CheckpointCommitInfo | None = None) -> bool:
         """Rename all ranks' temporary files, then write ``latest``; return True. A collective."""
@@ -78,8 +90,7 @@ class SafeFiles(CheckpointEngine):
         """Return the contents of a checkpoint file; within a load, read each file once."""
         opened = {} if self.opened is None else self.opened
         if path not in opened:
-            # A load copies optimizer states, so their file can be mapped. The user may keep what the others contain.
-            is_mapped = path.endswith("optim_states.pt")
+            is_mapped = path.endswith("optim_states.pt")  # a load copies these; the script may keep what others contain
             opened[path] = read_mapped(path) if is_mapped else self.contents.load(path, map_location)
         return opened[path]
 
@@ -110,19 +121,6 @@ class SafeFiles(CheckpointEngine):
             self._error, self._files, self.names_latest = None, {}, False
             raise
 
-    def _write(self, state_dict: Any, path: Path) -> None:
-        temporary = self._files[path] = path.with_name(f"{path.name}.{self.rank}{TEMPORARY}")
-        with temporary.open("wb") as file:
-
-            def write(data: Any) -> int:
-                with self.errors_kept():  # torch.save calls this from C++, and ends the process if it raises
-                    file.write(data)
-                    _start_writing(file.fileno())
-                return len(memoryview(data).cast("B"))
-
-            self.contents.save(state_dict, SimpleNamespace(write=write, flush=lambda: None))
-        _sync(temporary)
-
     def _remove_older(self) -> None:
         """Remove the files of an older checkpoint of this tag, whose ranks or stage may have been others."""
         if not self.is_first or self._folder not in {path.parent for path in self._files}:
@@ -143,22 +141,16 @@ class SafeFiles(CheckpointEngine):
 
     def _write_latest(self) -> None:
         if self.is_first and self.names_latest:
-            latest, temporary = self._save_dir / "latest", self._save_dir / f"latest{TEMPORARY}"
+            temporary = self._save_dir / f"latest{TEMPORARY}"
             temporary.write_text(str(self._folder.relative_to(self._save_dir)))
             _sync(temporary)
-            self._files = {latest: temporary}
-            self._place()
+            temporary.replace(self._save_dir / "latest")
+            _sync(self._save_dir)
 
 
 def _remove(files: Iterable[Path]) -> None:
     for file in files:
         file.unlink(missing_ok=True)
-
-
-def _start_writing(descriptor: int) -> None:
-    """Make the disk start on what was written, where the system can; a save then takes two thirds of the time."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sync(path: Path) -> None:

@@ -13,9 +13,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError
-from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.saved_state import NAMES, conversion, routing_difference, saved_groups
-from deepspeed.muon.zero.tp_ranks import tp_rank
 
 Arguments = Mapping[str, Any]
 """{name of an argument of ``load_checkpoint``: value}."""
@@ -75,7 +73,7 @@ def _names_difference(engine: Any, arguments: Arguments, folder: Path) -> str | 
     if not models:
         return None  # it is missing, which is damage
     parts = len({name.split("mp_rank_")[1] for name in models})
-    if parts != (count := stages_of(engine.module) * tp_rank(engine)[1]):
+    if parts != (count := engine.muon_adapter.model_parts):
         what = "parts (pipeline stages x tensor-parallel ranks)"
         return f"it was saved with the model in {parts} {what}, this run has {count}; use the same numbers"
     stage, wants_states = engine.zero_optimization_stage(), loads_states(arguments)

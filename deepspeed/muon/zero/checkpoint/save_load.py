@@ -20,7 +20,7 @@ from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.log import logger
 from deepspeed.muon.zero.checkpoint.engine import SafeFiles
 from deepspeed.muon.zero.checkpoint.fit import fitting_zero_state, loads_states, misfit
-from deepspeed.muon.zero.checkpoint.states_by_name import Renames, load_by_name, renames_allowed
+from deepspeed.muon.zero.checkpoint.states_by_name import load_by_name
 from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.scheduler_section import apply_schedule
@@ -169,15 +169,15 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     """
     arguments = _arguments(original, engine, args, kwargs)
     _compare_arguments(engine, "load_checkpoint", arguments)
-    renames = renames_allowed(engine._config._param_dict.get("checkpoint"))
+    may_change = (engine._config._param_dict.get("checkpoint") or {}).get("muon_changed_model") == "match"
     if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
         # With load_module_only and optimizer states DeepSpeed would load nothing.
         arguments["load_optimizer_states"] = False
     wants_states, rates = loads_states(arguments), [group["lr"] for group in engine.basic_optimizer.param_groups]
     with _reading_once(engine):
-        by_name = _find(engine, arguments, renames)
-        if by_name and renames is not None:
-            result: tuple[Any, Any] = load_by_name(engine, arguments, renames)
+        if by_name := _find(engine, arguments, may_change):
+            load_schedule = engine.lr_scheduler is not None and loads_states(arguments, "lr_scheduler")
+            result: tuple[Any, Any] = load_by_name(engine, arguments, wants_states, load_schedule)
         else:
             with keeping_scaler(engine.optimizer):
                 result = original(**arguments)
@@ -190,21 +190,20 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     return result
 
 
-def _find(engine: Any, arguments: dict[str, Any], renames: Renames | None) -> bool:
+def _find(engine: Any, arguments: dict[str, Any], may_change: bool) -> bool:
     """Find the checkpoint, set ``arguments["tag"]``, and return whether it must be loaded by parameter names.
 
-    A collective. ``renames``: ``None`` if a load by names is not allowed.
+    A collective. ``may_change``: whether a load by names is allowed.
 
     Raises:
         CheckpointError, UnsupportedError: on all ranks, if the checkpoint cannot be loaded.
     """
     if engine.load_universal_checkpoint():
-        if renames is None:
-            refuse_universal(engine)
+        refuse_universal(engine)
         arguments["tag"] = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError)
         _gathered_tag.set("")
-        return renames is not None
-    arguments["tag"], by_name = _agreed(engine, arguments, may_change=renames is not None)
+        return False
+    arguments["tag"], by_name = _agreed(engine, arguments, may_change)
     _gathered_tag.set(arguments["tag"])
     adapter = engine.muon_adapter
     if arguments["tag"] is not None and adapter.uses_nvme and not by_name and not loads_states(arguments):

@@ -1,262 +1,362 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take weights and optimizer states of another run by parameter name: read them, match them, write them.
+"""Take weights and optimizer states of another run by parameter name: read DeepSpeed's files, match, write.
 
 ``"checkpoint": {"muon_changed_model": "match"}`` in the ds_config allows a load of a run whose model, parameter groups,
 stage or ranks were different. ``ds_muon import`` writes what stock DeepSpeed's Muon saved as a universal checkpoint.
+
+This package, DeepSpeed's AdamW and stock DeepSpeed's Muon save the same files. Only stock's momentum differs:
+
+=====================================  ===========================================================================
+stage 3; stages 1 and 2 with offload,  each rank's share, laid out like its fp32 weights
+``BF16_Optimizer``
+stages 1 and 2                         each matrix of which the rank has a part, whole, one after the other
+=====================================  ===========================================================================
+
+Under fp16 without offload it averages gradients that are still multiplied by the loss scale: a read divides by it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from deepspeed.checkpoint import constants
 from torch import Tensor
 
-from deepspeed.muon.config.messages import did_you_mean
-from deepspeed.muon.errors import CheckpointError, ImportStateError, MuonConfigError
+from deepspeed.muon.errors import CheckpointError, ImportStateError
+from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.log import listed, logger
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.state_import import KEYS, Actions, Source
-from deepspeed.muon.step.normuon_moments import SAVED
-from deepspeed.muon.zero.checkpoint.fit import loads_states
-from deepspeed.muon.zero.checkpoint.saved_files import MOMENTUM, WEIGHT, ModelFiles, SavedFiles
-from deepspeed.muon.zero.checkpoint.universal import ORIGIN, Folder, load_weights_and_states
+from deepspeed.muon.math.adamw import STARTED
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.saved_state import NAMES, read_mapped, saved_groups
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
-from deepspeed.muon.zero.tp_ranks import tp_rank
+from deepspeed.muon.zero.refusals import refuse_load_by_name
 
-KEY = "checkpoint.muon_changed_model"
-#: The most names that one line of the log lists, and the most problems that one error lists.
-MAX_LISTED, MAX_PROBLEMS = 10, 4
+#: Key of a parameter's fp32 weight, and of Muon's momentum in our files.
+WEIGHT, MOMENTUM = "fp32", "exp_avg"
+#: Whether Muon updates a parameter -> the keys of its state.
+KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
+#: What becomes of a parameter's state -> the end of its text in the log.
+ENDS = {"kept": "", "zero": ", state at zero", "first_moment": ", momentum from the first moment"}
+#: Key in a universal checkpoint's ``optimizer_state.pt``: the optimizer whose checkpoint ``ds_muon import`` converted.
+ORIGIN = "deepspeed_muon_origin"
 #: Keys of a model file that DeepSpeed does not count among the script's ``client_state``.
 COUNTED = {"module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
+MAX_LISTED = 8
 
 
-@dataclass(frozen=True)
-class Renames:
-    """A callable that turns the name of a parameter in the checkpoint into its name in this model.
+# ---- read -------------------------------------------------------------------------------------------------------
 
-    ``pairs``: (regular expression, replacement). Only the first expression that is found in a name is applied. If none
-    is found, the name stays as it is.
+
+class States(Protocol):
+    """The weights and optimizer states of another run, by parameter name: what a reader gives."""
+
+    #: What messages call it, such as "a checkpoint of AdamW".
+    title: str
+    #: Parameter or buffer -> its shape; empty if the reader checks shapes itself.
+    shapes: dict[str, tuple[int, ...]]
+    #: Parameter with saved states -> whether Muon updated it; otherwise AdamW did.
+    is_muon: dict[str, bool]
+
+    def read(self, name: str, key: str) -> Tensor:
+        """Return a parameter's weight (``key="fp32"``) or state ``key``; an empty tensor if it was not saved."""
+
+    def step(self, name: str) -> float:
+        """Return how many steps the parameter had taken."""
+
+
+class SavedFiles:
+    """:class:`States` in the folder of one tag, as DeepSpeed saves it at any stage.
+
+    Attributes:
+        values: {parameter name: {"fp32" (the weight) or a key from :data:`KEYS`: the ranks' parts of it, in order}}.
+        model: the contents of the first file with a part of the model.
+        groups: the saved parameter groups.
+        saved_by: "deepspeed-muon", "stock's Muon" or "AdamW".
+        stage: of ZeRO.
+        loss_scale: by what the saved momentum was multiplied.
     """
 
-    pairs: tuple[tuple[re.Pattern[str], str], ...] = ()
+    def __init__(self, folder: Path) -> None:
+        self.files = _by_rank(folder.glob("*mp_rank_00_model_states.pt"))
+        if not self.files:
+            raise ImportStateError(f"{folder} has no mp_rank_00_model_states.pt; name the folder of one tag")
+        models = [read_mapped(file) for file in self.files]
+        files = _by_rank(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"))
+        ranks = [read_mapped(file)["optimizer_state_dict"] for file in files]
+        self.model: dict[str, Any] = models[0]
+        outer = ranks[0] if ranks else self.model["optimizer"] or {"param_groups": []}
+        self.groups, self.stage = saved_groups(outer), int(ranks[0].get("zero_stage", 1)) if ranks else 0
+        self.is_ours = any("matrices" in group for group in self.groups)
+        is_stocks = not self.is_ours and any("use_muon" in group for group in self.groups)
+        self.saved_by = "deepspeed-muon" if self.is_ours else "stock's Muon" if is_stocks else "AdamW"
+        self.title, self.loss_scale = f"a checkpoint of {self.saved_by}", 1.0
+        self.values: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        self.is_muon: dict[str, bool] = {}
+        self._steps: dict[str, float] = {}
+        self._matrices = {name for group in self.groups for name in group.get("matrices", ())}
+        module = {name: value for name, value in (self.model["module"] or {}).items() if isinstance(value, Tensor)}
+        self.shapes = {name: tuple(value.shape) for name, value in module.items()}
+        frozen = self.model.get(constants.FROZEN_PARAM_SHAPES) or {}
+        for shapes in (*(self.model[constants.PARAM_SHAPES] or ()), frozen):
+            self.shapes |= {name: tuple(shape) for name, shape in shapes.items()}
+        if ranks:
+            self._add_zero(ranks)
+        else:
+            self._add_stage0(outer, module)
+        #: Names of trained parameters without states.
+        self.without_state = [name for name in self.values if name not in self.is_muon]
+        for name in self.shapes.keys() - self.values.keys():  # frozen parameters and buffers
+            fragments = [(model.get(constants.FROZEN_PARAM_FRAGMENTS) or {}).get(name) for model in models]
+            is_whole = name in module and tuple(module[name].shape) == self.shapes[name]
+            self.values[name][WEIGHT] = [module[name]] if is_whole else [part for part in fragments if part is not None]
 
-    def __call__(self, name: str) -> str:
-        """Return the parameter's name in this model."""
-        for pattern, replacement in self.pairs:
-            if pattern.search(name):
-                return pattern.sub(replacement, name)
-        return name
+    def read(self, name: str, key: str) -> Tensor:
+        """Return a parameter's weight (``key="fp32"``) or state ``key``, 1-D; an empty tensor if it was not saved."""
+        parts = [part.reshape(-1) for part in self.values.get(name, {}).get(key, ())]
+        if not parts:
+            return torch.empty(0, dtype=torch.float32, device="cpu")
+        value = torch.cat(parts)[: math.prod(self.shapes[name])]  # at stage 3 the last part is padded
+        is_scaled = key == "momentum_buffer" and self.loss_scale != 1.0
+        return value.float() / self.loss_scale if is_scaled else value
+
+    def step(self, name: str) -> float:
+        """Return how many steps the parameter had taken."""
+        missed = next((group[STARTED][name] for group in self.groups if name in group.get(STARTED, {})), 0)
+        # Stock's Muon counts no steps of its own; those of another parameter, or the engine's, are the same.
+        engines = float(self.model["global_steps"] - self.model["skipped_steps"])
+        return self._steps.get(name, next(iter(self._steps.values()), engines)) - missed
+
+    def _add(self, name: str, use_muon: bool, saved: Mapping[str, Tensor], part: slice = slice(None)) -> None:
+        """Append one rank's values of a parameter: the slice ``part`` of the flat tensors in ``saved``."""
+        use_muon = name in self._matrices if self.is_ours else use_muon
+        for key in (WEIGHT, *KEYS[use_muon]):
+            file_key = MOMENTUM if self.is_ours and use_muon and key != WEIGHT else key
+            if file_key in saved:
+                self.values[name][key].append(saved[file_key][part])
+                if key != WEIGHT:
+                    self.is_muon[name] = use_muon
+        if "step" in saved:
+            self._steps.setdefault(name, float(saved["step"]))
+
+    def _add_zero(self, ranks: list[dict[str, Any]]) -> None:
+        """Add the parameters of stages 1 to 3, from the parts that the ranks saved. ``ranks``: the states of each."""
+        section = (self.model.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+        is_whole = False
+        if self.saved_by == "stock's Muon" and section.get("device", "none") == "none":
+            self.loss_scale = float(getattr(ranks[0].get("loss_scaler"), "cur_scale", 1.0))
+            is_whole = self.stage < 3 and "zero_stage" in ranks[0]
+        weights = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        use_muon = {index: bool(group.get("use_muon")) for group in self.groups for index in group["params"]}
+        for rank, state in enumerate(ranks):
+            states = (state.get("base_optimizer_state") or state["optimizer_state_dict"])["state"]
+            for index, shapes in enumerate(self.model[constants.PARAM_SHAPES]):
+                saved = {WEIGHT: state[weights][index], **states.get(index, {})}
+                whole = saved.pop("momentum_buffer", None) if is_whole else None
+                shares = len(ranks) if self.stage == 3 else 1
+                sizes = {name: -(-math.prod(shape) // shares) for name, shape in shapes.items()}
+                # The padding at the end of a group is not saved. If it shortens rank 0's part, others hold nothing.
+                span = ranks[0][weights][index].numel()
+                paddings = state.get("param_alignment_paddings", {index: [0] * len(sizes)})[index]
+                for name, part in _places(sizes, paddings, 0 if self.stage == 3 else -rank * span, span):
+                    self._add(name, use_muon[index], saved, part)
+                    if whole is not None:
+                        size = math.prod(shapes[name])
+                        self.values[name]["momentum_buffer"], whole = [whole[:size]], whole[size:]
+                        self.is_muon[name] = True
+
+    def _add_stage0(self, outer: Mapping[str, Any], module: Mapping[str, Tensor]) -> None:
+        """Add the parameters of stage 0, of which only this package saves the names."""
+        base, names = outer.get("optimizer_state_dict", outer), [group.get(NAMES, ()) for group in self.groups]
+        if [*map(len, names)] != [len(group["params"]) for group in self.groups]:
+            raise ImportStateError(
+                "the optimizer states of this stage-0 checkpoint have no parameter names, because another optimizer or "
+                "an older version saved it; load it with the optimizer that saved it, or load only its weights"
+            )
+        masters = outer.get("fp32_groups") or [[module[name] for name in group] for group in names]
+        indices = (index for group in self.groups for index in group["params"])
+        for name, index, weight in zip(chain(*names), indices, chain(*masters), strict=True):
+            entry = base["state"].get(index, {}) | {WEIGHT: weight.detach().float()}
+            self._add(name, False, {key: value.reshape(-1) for key, value in entry.items()})
 
 
-def renames_allowed(section: Mapping[str, Any] | None) -> Renames | None:
-    """Return the :class:`Renames` of a load by parameter names; ``None`` if the ds_config does not allow such a load.
+def _places(sizes: Mapping[str, int], paddings: list[int], start: int, span: int) -> Iterator[tuple[str, slice]]:
+    """Yield (parameter, its place in a rank's flat tensor of ``span`` elements).
 
-    ``section``: the ds_config's section ``checkpoint``. Its key ``muon_changed_model`` is "error" (the default: do not
-    allow it), "match" (no renames) or {"rename": {pattern: replacement}}.
-
-    Raises:
-        MuonConfigError: that key has another value, or the section has another key that begins with "muon".
+    ``start``: where the first parameter begins, seen from this tensor. ``paddings``: elements behind each parameter.
     """
-    name = KEY.partition(".")[2]
-    if wrong := [key for key in section or () if key.startswith("muon") and key != name]:
-        hint = did_you_mean(wrong[0], [name], f"the only key of deepspeed-muon in this section is {name}", quote="'")
-        raise MuonConfigError(f"checkpoint.{wrong[0]}: unknown key; {hint}")
-    value = (section or {}).get(name, "error")
-    if value in ("error", "match"):
-        return None if value == "error" else Renames()
-    if not isinstance(value, Mapping) or set(value) != {"rename"} or not isinstance(value["rename"], Mapping):
-        example = '{"rename": {"^old": "new"}}'
-        raise MuonConfigError(f'{KEY}: got {value!r}; expected "error", "match" or an object such as {example}')
-    pairs = []
-    for pattern, replacement in value["rename"].items():
-        try:
-            pairs.append((re.compile(pattern), str(replacement)))
-        except re.error as error:
-            raise MuonConfigError(f"{KEY}.rename: {pattern!r} is not a regular expression: {error}") from None
-    return Renames(tuple(pairs))
+    for (name, size), padding in zip(sizes.items(), paddings, strict=True):
+        low, high = max(start, 0), min(start + size, span)
+        start += size + padding
+        if low < high:
+            yield name, slice(low, high)
+
+
+def _by_rank(files: Iterator[Path]) -> list[Path]:
+    return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.name)])
 
 
 # ---- match --------------------------------------------------------------------------------------------------------
 
 
-class Renamed:
-    """A saved checkpoint whose parameters are looked up by their names in this model.
+class Match(NamedTuple):
+    """What becomes of parameters in an import.
 
-    ``saved``: reader of the states. ``model``: reader of frozen parameters and buffers. ``title``: for log messages.
+    ``actions``: parameter name -> key of :data:`ENDS`, what becomes of its state.
+    ``outcomes``: text for the log, such as "as saved" -> names of the parameters that it describes.
     """
 
-    def __init__(self, saved: SavedFiles | Folder, model: ModelFiles, renames: Renames, title: str) -> None:
-        self._saved, self.model, self._renames = saved, model, renames
-        #: Name of a parameter or buffer in this model -> its saved name.
-        self.saved_names = {renames(name): name for name in sorted({*model.shapes, *saved.is_muon})}
-        if len(self.saved_names) < len(model.shapes):
-            raise CheckpointError(
-                f"{KEY}: rename gives several parameters of the checkpoint the same name; change the patterns"
-            )
-        self.shapes = {name: model.shapes[old] for name, old in self.saved_names.items()}
-        self.is_muon = {renames(name): was_muon for name, was_muon in saved.is_muon.items() if saved.has_state(name)}
-        self.source = Source(title, self.is_muon, self.read, lambda name: saved.step(self.saved_names[name]))
-
-    def read(self, name: str, key: str) -> Tensor:
-        """Return a parameter's weight (``key="fp32"``) or its state ``key``; an empty tensor if that was not saved."""
-        old = self.saved_names.get(name, name)
-        if name in self.is_muon or (key == WEIGHT and self._saved.has_weight(old)):
-            return self._saved.read(old, key)
-        value = self.model.read(old) if key == WEIGHT else None
-        return torch.empty(0, dtype=torch.float32, device="cpu") if value is None else value
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the saved parameter groups, if deepspeed-muon saved them, with names of matrices in this model."""
-        groups = [dict(group) for group in self._saved.groups] if self._saved.is_ours else []
-        for group in groups:
-            if SAVED in group:
-                group[SAVED] = {self._renames(name): moment for name, moment in group[SAVED].items()}
-        return groups
-
-
-@dataclass(frozen=True)
-class Match:
-    """The plan of a load by parameter names, which :func:`match` returns.
-
-    ``actions``: parameter name -> "kept", "zero" or "first_moment" (of AdamW, as momentum): what becomes of its state.
-    ``outcomes``: text for the log, such as "weight and state as saved" -> names of the parameters that it describes.
-    """
-
-    saved: Renamed
-    actions: Actions
+    actions: dict[str, str]
     outcomes: dict[str, list[str]]
 
 
-def match(engine: Any, folder: Path, renames: Renames, load_states: bool) -> Match:
-    """Plan how to load the checkpoint in ``folder`` by parameter names. Nothing is loaded yet.
+def match(optimizer: MuonWithAuxAdam, states: States, is_changed: bool = False) -> Match:
+    """Decide what becomes of the optimizer's parameters; nothing is written yet.
 
-    ``load_states``: whether optimizer states are to be loaded too.
+    ``is_changed``: whether the model may have changed. Then state that is missing, or of Muon where AdamW updates now,
+    starts at zero, and a parameter that AdamW updates in both runs may have another number of rows.
 
     Raises:
-        CheckpointError: a parameter has another shape, or ``renames`` gives two saved parameters the same name. Only
-            the number of rows may differ, if AdamW updates the parameter in both runs (an embedding, for example).
+        ImportStateError: a parameter has no state, another optimizer or another shape, and nothing says what to do.
     """
-    if engine.load_universal_checkpoint():
-        saved = Renamed(Folder(str(folder), {}), ModelFiles(folder), renames, f"the checkpoint {folder}")
-    else:
-        files = SavedFiles(folder)
-        saved = Renamed(files, files.model, renames, f"the checkpoint {folder}")
-    optimizer = engine.basic_optimizer
-    outcomes: dict[str, list[str]] = {}
-    actions: Actions = {}
-    problems = []
-    specs = {spec.name: spec for spec in optimizer.specs.values()}
-    for spec in specs.values():
-        shape = saved.shapes.get(spec.name)
-        if shape is not None and shape != spec.shape and not _may_change_rows(spec, shape, saved):
-            problems.append(
-                f"{spec.name} has shape {list(shape)} in the checkpoint and {list(spec.shape)} in the model"
-            )
-            continue
-        action, text = _outcome(spec, saved, optimizer.config.import_momentum)
-        outcomes.setdefault(text, []).append(spec.name)
-        if load_states:
+    # If the other run used Muon, what it left to AdamW probably belongs there, unless the config says otherwise.
+    config = optimizer.config
+    has_choice = is_changed or "import_momentum" in config.model_fields_set or not any(states.is_muon.values())
+    momentum = config.import_momentum if has_choice else None
+    actions: dict[str, str] = {}
+    outcomes: dict[str, list[str]] = defaultdict(list)
+    refused: dict[str, list[str]] = defaultdict(list)
+    for spec in optimizer.specs.values():
+        was_muon, old, new = states.is_muon.get(spec.name), states.shapes.get(spec.name, spec.shape), spec.shape
+        action: str | None = "zero" if is_changed else None
+        if old != new and (was_muon or spec.use_muon or len(old) != len(new) or old[1:] != new[1:]):
+            action, text = None, f"shape {list(old)} in the other run and {list(new)} in the model"
+        elif was_muon is None:
+            text = "without state in the other run" if spec.name in states.shapes else "not in the other run"
+        elif was_muon is spec.use_muon:
+            rows = f"{old[0]} rows became {new[0]}, the rows that both have " if old != new else ""
+            action, text = "kept", f"{rows}as saved"
+        elif spec.use_muon:
+            action, text = momentum, "moved from AdamW to Muon"
+        else:
+            action, text = "zero" if momentum == "zero" else action, "moved from Muon to AdamW"
+        if action:
             actions[spec.name] = action
-    current = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
-    for name in sorted(current.keys() - specs.keys()):
-        is_known = saved.shapes.get(name) == current[name]
-        text = "frozen, weight as saved" if is_known else "frozen, as the model was built"
-        outcomes.setdefault(text, []).append(name)
-    buffers = {name for name, _ in engine.module.named_buffers()}
-    if gone := sorted(saved.shapes.keys() - current.keys() - buffers):
-        outcomes["dropped, not in this model"] = gone
-    if problems:
-        more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-        raise CheckpointError("; ".join(problems[:MAX_PROBLEMS]) + more)
-    return Match(saved, actions, outcomes)
+        (outcomes if action else refused)[text + ENDS.get(action or "", "")].append(spec.name)
+    if refused:
+        cure = (
+            ". Assign parameters as in the other run, with muon_include and muon_exclude, or start the state of those "
+            'that changed at zero: "import_momentum": "zero"'
+        )
+        texts = [f"{text}: {listed(names, MAX_LISTED)}" for text, names in list(refused.items())[:4]]
+        raise ImportStateError(f"cannot import {states.title}: {'; '.join(texts)}{'' if is_changed else cure}")
+    return Match(actions, outcomes)
 
 
-def _may_change_rows(spec: MatrixSpec, shape: tuple[int, ...], saved: Renamed) -> bool:
-    """Return whether AdamW updates the weight in both runs, and ``shape`` differs in the number of rows only."""
-    is_adamw = not spec.use_muon and not saved.is_muon.get(spec.name, False)
-    return is_adamw and len(shape) == len(spec.shape) >= 1 and shape[1:] == spec.shape[1:]
+def log_outcomes(what: str, outcomes: Mapping[str, Sequence[str]]) -> None:
+    """Log ``what`` was imported, and what became of how many parameters."""
+    lines = [f"  {len(names)}: {text} ({listed(names, MAX_LISTED)})" for text, names in outcomes.items()]
+    logger.info("deepspeed-muon: %s. Parameters:\n%s", what, "\n".join(lines))
 
 
-def _outcome(spec: MatrixSpec, saved: Renamed, import_momentum: str) -> tuple[str, str]:
-    """Return (action, text for the log) for a trained parameter. The action is "kept", "zero" or "first_moment".
+# ---- write, to an engine ------------------------------------------------------------------------------------------
 
-    It says what becomes of the state (:class:`Match`). ``import_momentum``: the action after a move from AdamW to Muon.
+
+@torch.no_grad()
+def write(adapter: Any, states: States, actions: Mapping[str, str]) -> None:
+    """Write weights, and states as ``actions`` says (:class:`Match`; if it is empty, none), on this rank.
+
+    Afterwards the weights must be copied into the model; see :meth:`Adapter.publish_weights`.
     """
-    if spec.name not in saved.is_muon:
-        return "zero", "state new, weight as saved" if spec.name in saved.shapes else "new, as the model was built"
-    was_muon = saved.is_muon[spec.name]
-    if was_muon and not spec.use_muon:
-        return "zero", "weight as saved, moved from Muon to AdamW, whose state starts at zero"
-    if spec.use_muon and not was_muon:
-        how = "from AdamW's first moment" if import_momentum == "first_moment" else "at zero"
-        return import_momentum, f"weight as saved, moved from AdamW to Muon, momentum {how}"
-    if (old := saved.shapes[spec.name][:1]) != spec.shape[:1]:
-        return "kept", f"{old[0]} rows became {spec.shape[0]}, the rows that both have keep weight and state"
-    return "kept", "weight and state as saved"
+    optimizer = adapter.optimizer
+    for partition in adapter.resident_partitions():
+        if actions:
+            _write_steps(optimizer, partition, states, actions)
+        for shard, start, stop, position in partition.pieces():
+            name, tensor = shard.spec.name, partition.tensors[shard.tensor]
+            values = states.read(name, WEIGHT).reshape(-1)[start:stop]
+            tensor.view(-1)[position : position + values.numel()] = values
+            for key in KEYS[shard.spec.use_muon] if actions else ():
+                values = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+                if actions[name] != "zero":
+                    saved = states.read(name, "exp_avg" if actions[name] == "first_moment" else key)
+                    saved = saved.reshape(-1)[start:stop]
+                    values[: saved.numel()] = saved  # rows that are new stay zero
+                optimizer.write_state(tensor, key, values, position)
 
 
-# ---- write, to an engine ----------------------------------------------------------------------------------------
+def _write_steps(optimizer: MuonWithAuxAdam, partition: Partition, states: States, actions: Mapping[str, str]) -> None:
+    """Write step counts. Under ZeRO a tensor contains several parameters, and has the largest count of theirs.
+
+    An AdamW group also stores how many fewer steps each parameter has taken.
+    """
+    # Moments at zero count from 0, so that their bias correction starts again.
+    names = {shard.spec.name: shard.tensor for shard in partition.shards}
+    taken = {name: 0.0 if actions[name] == "zero" else states.step(name) for name in names}
+    largest: dict[int, float] = {}
+    for name, index in names.items():
+        largest[index] = max(taken[name], largest.get(index, 0.0))
+    for index, count in largest.items():
+        optimizer.state[partition.tensors[index]]["step"].fill_(count)
+    group = optimizer.param_groups[partition.index]
+    if not group["use_muon"]:
+        missed = group.pop(STARTED, {}) | {name: int(largest[index] - taken[name]) for name, index in names.items()}
+        if missed := {name: count for name, count in missed.items() if count}:
+            group[STARTED] = missed
 
 
-def refuse_load_by_name(engine: Any) -> None:
-    """Raise CheckpointError if the engine cannot load by names: with pipelines, tensor parallelism or MoE layers."""
-    found = [
-        name
-        for name, is_used in (
-            ("pipelines", engine.pipeline_parallelism),
-            ("tensor parallelism", tp_rank(engine)[1] > 1),
-            ("experts that are spread over ranks", engine.has_moe_layers),
-        )
-        if is_used
-    ]
-    if found:
-        raise CheckpointError(
-            f"{KEY}: not supported with {' and '.join(found)}; remove this key and resume the same model, or resume "
-            "without them"
-        )
-
-
-def load_by_name(engine: Any, arguments: Mapping[str, Any], renames: Renames) -> tuple[str, dict[str, Any]]:
+def load_by_name(
+    engine: Any, arguments: Mapping[str, Any], load_states: bool, load_schedule: bool
+) -> tuple[str, dict[str, Any]]:
     """Load a checkpoint by parameter names, in place of DeepSpeed; return (path, client_state). A collective.
 
-    ``arguments``: {name of an argument of ``load_checkpoint``: value}.
+    ``arguments``: {name of an argument of ``load_checkpoint``: value}. ``load_states``: whether to load optimizer
+    states. ``load_schedule``: whether to load the state of the learning-rate schedule.
 
     Raises:
         CheckpointError: on all ranks, before the engine changes, if the checkpoint cannot be read or matched.
     """
     refuse_load_by_name(engine)
-    folder, load_states = Path(arguments["load_dir"], arguments["tag"]), loads_states(arguments)
-    plan = partial(match, engine, folder, renames, load_states)
-    found = raise_on_all_ranks(plan, lambda why: CheckpointError(f"{folder} cannot be matched: {why}"))
-    saved, adapter, optimizer = found.saved, engine.muon_adapter, engine.basic_optimizer
-    _check_schedule(engine, arguments, saved.model.first)
-    load_weights_and_states(adapter, saved, found.actions, load_states)
+    folder, adapter, optimizer = (
+        Path(arguments["load_dir"], arguments["tag"]),
+        engine.muon_adapter,
+        engine.basic_optimizer,
+    )
+
+    def read() -> tuple[SavedFiles, Match]:
+        saved = SavedFiles(folder)
+        if load_schedule:
+            _check_schedule(engine.lr_scheduler, saved.model.get("lr_scheduler"))
+        return saved, match(optimizer, saved, is_changed=True)
+
+    saved, (actions, outcomes) = raise_on_all_ranks(
+        read, lambda why: CheckpointError(f"{folder} cannot be matched: {why}")
+    )
+    write(adapter, saved, actions if load_states else {})
     adapter.publish_weights()
-    if load_states and (groups := saved.groups()):
-        optimizer.second_moments.load(groups, optimizer.context.is_logging)
+    if load_states and saved.is_ours:
+        optimizer.second_moments.load(saved.groups, optimizer.context.is_logging)
         optimizer.after_load()
-    _write_untrained(engine, saved)
-    client_state = _load_counters(engine, arguments, saved.model.first)
+    outcomes |= _write_untrained(engine, saved)
+    client_state = _load_counters(engine, arguments, saved.model, load_schedule)
     if engine.global_rank == 0:
-        _log(folder, found.outcomes)
-    return str(saved.model.files[0]), client_state
+        settings = "with the learning rates and other settings of this run's config"
+        log_outcomes(f"{folder} was loaded by parameter names, {settings}", outcomes)
+    return str(saved.files[0]), client_state
 
 
-def _check_schedule(engine: Any, arguments: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the learning-rate schedule to load was not saved, or has another number of groups."""
-    if engine.lr_scheduler is None or not loads_states(arguments, "lr_scheduler"):
-        return
-    saved = model.get("lr_scheduler")
+def _check_schedule(schedule: Any, saved: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError if the learning-rate schedule was not saved, or has another number of groups."""
     if saved is None:
         raise CheckpointError("the checkpoint has no learning-rate schedule; pass load_lr_scheduler_states=False")
-    old, new = len(saved.get("base_lrs", ())), len(getattr(engine.lr_scheduler, "base_lrs", ()))
+    old, new = len(saved.get("base_lrs", ())), len(getattr(schedule, "base_lrs", ()))
     if old and new and old != new:  # torch's schedulers save a rate per group
         raise CheckpointError(
             f"the checkpoint has a learning-rate schedule of {old} parameter groups, this run has {new}; pass "
@@ -264,13 +364,15 @@ def _check_schedule(engine: Any, arguments: Mapping[str, Any], model: Mapping[st
         )
 
 
-def _load_counters(engine: Any, arguments: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+def _load_counters(
+    engine: Any, arguments: Mapping[str, Any], model: Mapping[str, Any], load_schedule: bool
+) -> dict[str, Any]:
     """Load what DeepSpeed keeps in the model's file, except weights; return the script's ``client_state``."""
     left_out = {"module"} if arguments["load_module_only"] else set(COUNTED)
     left_out |= {kind for kind in ("lr_scheduler", "optimizer") if arguments[f"load_{kind}_states"]}
+    if load_schedule:
+        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
     if not arguments["load_module_only"]:
-        if loads_states(arguments, "lr_scheduler") and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
         if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and model.get("random_ltd"):
             engine.random_ltd_scheduler.load_state_dict(model["random_ltd"])
         if engine.curriculum_learning_enabled() and engine.training_dataloader and model.get("data_sampler"):
@@ -281,34 +383,31 @@ def _load_counters(engine: Any, arguments: Mapping[str, Any], model: Mapping[str
 
 
 @torch.no_grad()
-def _write_untrained(engine: Any, saved: Renamed) -> None:
-    """Copy the checkpoint's frozen parameters and buffers into the model; a collective at stage 3."""
+def _write_untrained(engine: Any, saved: SavedFiles) -> dict[str, list[str]]:
+    """Copy the checkpoint's frozen parameters and buffers into the model; a collective at stage 3.
+
+    Return {text for the log: names} of parameters that are not trained.
+    """
     from deepspeed.runtime.zero import GatheredParameters
 
+    outcomes: dict[str, list[str]] = defaultdict(list)
     trained = {spec.name for spec in engine.basic_optimizer.specs.values()}
-    for name, param in engine.module.named_parameters():
-        shape = tuple(getattr(param, "ds_shape", param.shape))
-        if name in trained or saved.shapes.get(name) != shape:
-            continue
-        with GatheredParameters([param], modifier_rank=0):
-            if param.numel():
-                param.copy_(saved.read(name, WEIGHT).reshape(shape))
-    for name, buffer in engine.module.named_buffers():
-        if saved.shapes.get(name) == tuple(buffer.shape):
-            buffer.copy_(saved.read(name, WEIGHT).reshape(buffer.shape))
+    params, buffers = dict(engine.module.named_parameters()), dict(engine.module.named_buffers())
+    for name, value in (params | buffers).items():
+        shape = tuple(getattr(value, "ds_shape", value.shape))
+        is_known = saved.shapes.get(name) == shape
+        if name in params and name not in trained:
+            outcomes["frozen, weight as saved" if is_known else "frozen, as the model was built"].append(name)
+        if is_known and name not in trained:
+            with GatheredParameters([value] if name in params else [], modifier_rank=0):
+                if value.numel():
+                    value.copy_(saved.read(name, WEIGHT).reshape(shape))
+    if gone := sorted(saved.shapes.keys() - params.keys() - buffers.keys()):
+        outcomes["dropped, not in this model"] = gone
+    return outcomes
 
 
-def _log(saved: Path, outcomes: Mapping[str, Sequence[str]]) -> None:
-    lines = [f"  {len(names)}: {text} ({listed(names, MAX_LISTED)})" for text, names in outcomes.items()]
-    logger.info(
-        "deepspeed-muon: %s was loaded by parameter names, with the learning rates and other settings of this run's "
-        "config. Parameters:\n%s",
-        saved,
-        "\n".join(lines),
-    )
-
-
-# ---- write, to a universal checkpoint ------------------------------------------------------------------------------
+# ---- write, to a universal checkpoint -----------------------------------------------------------------------------
 
 
 def import_stocks_muon(source: Path, target: Path) -> dict[str, Any]:
@@ -329,29 +428,23 @@ def import_stocks_muon(source: Path, target: Path) -> dict[str, Any]:
             f"{source} is not a checkpoint of stock DeepSpeed's Muon; convert checkpoints of AdamW and of "
             "deepspeed-muon with python -m deepspeed.checkpoint.ds_to_universal (AdamW's with --inject_missing_state)"
         )
-    if absent := saved.missing_states():
+    if absent := saved.without_state:
         raise ImportStateError(
             f"{source} has no optimizer state of {', '.join(absent[:8])}; load only its weights (with "
             "save_muon_momentum_buffer_in_memory, stock's Muon does not save the momentum)"
         )
-    work = target.with_name(f".{target.name}.part")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        for name, is_muon in saved.is_muon.items():
-            (work / "zero" / name).mkdir(parents=True)
-            for key in (WEIGHT, *KEYS[is_muon]):
-                value = saved.read(name, key).view(saved.model.shapes[name])
-                file = f"{MOMENTUM if key == 'momentum_buffer' else key}.pt"
-                torch.save({"param": value.clone()}, work / "zero" / name / file)
-            torch.save(saved.step(name), work / "zero" / name / "step.pt")
-        matrices = sorted(name for name, is_muon in saved.is_muon.items() if is_muon)
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in saved.groups]
-        groups = [group | ({"matrices": matrices} if group["use_muon"] else {}) for group in groups]
-        torch.save({"param_groups": groups, ORIGIN: saved.saved_by}, work / "zero" / "optimizer_state.pt")
-        shutil.copy2(saved.model.files[0], work)
-        work.rename(target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    for name, is_muon in saved.is_muon.items():
+        folder = target / "zero" / name
+        folder.mkdir(parents=True)
+        for key in (WEIGHT, *KEYS[is_muon]):
+            value = saved.read(name, key).view(saved.shapes[name])
+            torch.save({"param": value.clone()}, folder / f"{MOMENTUM if key == 'momentum_buffer' else key}.pt")
+        torch.save(saved.step(name), folder / "step.pt")
+    matrices = sorted(name for name, is_muon in saved.is_muon.items() if is_muon)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in saved.groups]
+    groups = [group | ({"matrices": matrices} if group["use_muon"] else {}) for group in groups]
+    torch.save({"param_groups": groups, ORIGIN: saved.saved_by}, target / "zero" / "optimizer_state.pt")
+    shutil.copy2(saved.files[0], target)
     (target.parent / "latest_universal").write_text(target.name)
     facts = {"stage": saved.stage, "matrices": len(matrices), "adamw": len(saved.is_muon) - len(matrices)}
     return {"from": str(source), "to": str(target), **facts, "loss_scale": saved.loss_scale}

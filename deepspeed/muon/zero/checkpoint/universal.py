@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.utils import groups
 from torch import Tensor
 
@@ -26,26 +25,32 @@ from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import expert_group
-from deepspeed.muon.saved_state import KEPT_AS, Groups, check_groups, group_kinds, saved_groups, settings_of
-from deepspeed.muon.seam import Seam, replace
-from deepspeed.muon.state_import import (
-    KEYS,
-    Actions,
-    Source,
-    log_import,
-    momentum_policy,
-    plan_import,
-    warn_of_fused,
-    write_state,
+from deepspeed.muon.saved_state import (
+    KEPT_AS,
+    Groups,
+    check_groups,
+    fused_names,
+    group_kinds,
+    read_mapped,
+    saved_groups,
+    settings_of,
 )
-from deepspeed.muon.zero.checkpoint.saved_files import MOMENTUM, WEIGHT, read_mapped
+from deepspeed.muon.seam import Seam, replace
+from deepspeed.muon.zero.checkpoint.states_by_name import (
+    KEYS,
+    MOMENTUM,
+    ORIGIN,
+    WEIGHT,
+    Match,
+    log_outcomes,
+    match,
+    write,
+)
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.scheduler_section import apply_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 
-#: Key in ``optimizer_state.pt``; its value names the optimizer whose checkpoint ``ds_muon import`` converted.
-ORIGIN = "deepspeed_muon_origin"
 #: Replaced if the config asks for a universal checkpoint.
 SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names"),)
 
@@ -72,17 +77,17 @@ def _load(adapter: Adapter, original: Callable, path: str, load_states: bool, lo
     """
     engine, optimizer = adapter.engine, adapter.optimizer
     check = partial(_opened, engine, optimizer, path, load_states)
-    folder, actions = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
-    load_weights_and_states(adapter, folder, actions, load_states)
+    folder, found = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
+    write(adapter, folder, found.actions)
     if load_states and folder.is_ours:
         _load_second_moments(engine, optimizer, folder)
         _load_settings(adapter.wrapper, optimizer, folder)
     else:
         apply_schedule(engine)
     if engine.global_rank == 0:
-        log_import(optimizer, folder.source, actions)
+        log_outcomes(f"imported the optimizer states of {folder.title}", found.outcomes)
         if not folder.is_ours:
-            warn_of_fused(optimizer, folder.source, actions)
+            _warn_of_fused(optimizer, folder, found.actions)
         _warn_of_what_stays(engine, optimizer)
 
 
@@ -107,12 +112,12 @@ class Folder:
         self.groups = saved_groups(self.common)
         #: Whether deepspeed-muon saved it. Only then do its groups' settings mean the same as this run's.
         self.is_ours = ORIGIN not in self.common and any("use_muon" in group for group in self.groups)
+        self.title = f"a checkpoint of {self.common.get(ORIGIN, 'deepspeed-muon' if self.is_ours else 'AdamW')}"
+        self.shapes: dict[str, tuple[int, ...]] = {}  # see check
         matrices = {name for group in self.groups for name in group.get("matrices", ())}
         names = (str(file.parent.relative_to(self.zero)) for file in self.zero.rglob(f"{WEIGHT}.pt"))
         self.is_muon = {name: name in matrices for name in names}
         self.missed = {name: n for group in self.groups for name, n in group.get(STARTED, {}).items()}
-        title = f"a checkpoint of {self.common.get(ORIGIN, 'Muon' if self.is_ours else 'AdamW')}"
-        self.source = Source(title, self.is_muon, self.read, self.step)
 
     def read(self, name: str, key: str) -> Tensor:
         """Return a parameter's weight (``key="fp32"``) or its state ``key``; if ranks split it, this rank's shard."""
@@ -125,14 +130,6 @@ class Folder:
     def _whole(self, name: str, key: str) -> Tensor:
         value = self._open(f"{name}/{MOMENTUM if key == 'momentum_buffer' else key}.pt")
         return value["param"] if isinstance(value, dict) else value
-
-    def has_weight(self, name: str) -> bool:
-        """Return whether the checkpoint has the weight of the parameter ``name``."""
-        return name in self.is_muon
-
-    def has_state(self, name: str) -> bool:
-        """Return whether the checkpoint has the optimizer state of the parameter ``name``."""
-        return (self.zero / name / f"{MOMENTUM}.pt").is_file()
 
     def step(self, name: str) -> float:
         """Return how many optimizer steps the parameter ``name`` had taken at the save."""
@@ -209,37 +206,19 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
     return shards
 
 
-def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Actions]:
-    """Open and check a universal checkpoint; return (checkpoint, {parameter name: how its state is imported})."""
-    folder = Folder(path, _shards(engine, optimizer))
-    actions: Actions = {}
+def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Match]:
+    """Open and check a universal checkpoint; return (checkpoint, what becomes of the parameters)."""
+    folder, found = Folder(path, _shards(engine, optimizer)), Match({}, {})
     if load_states:
-        choice = momentum_policy(optimizer, folder.source)
-        if folder.is_ours and choice is None:
+        was_muon = any(folder.is_muon.values())
+        if folder.is_ours and was_muon and "import_momentum" not in optimizer.config.model_fields_set:
             check_groups(optimizer, folder.groups)
-        actions = plan_import(optimizer.specs.values(), folder.source, choice)
+        found = match(optimizer, folder)
     keys = {True: (MOMENTUM,), False: KEYS[False]}
-    is_read = {name: action != "zero" for name, action in actions.items()}
+    is_read = {name: action != "zero" for name, action in found.actions.items()}
     wanted = {spec: keys[spec.use_muon] if is_read.get(spec.name) else () for spec in optimizer.specs.values()}
     folder.check(wanted, engine.global_rank, engine.world_size)
-    return folder, actions
-
-
-@torch.no_grad()
-def load_weights_and_states(adapter: Adapter, folder: Any, actions: Actions, load_states: bool) -> None:
-    """Load the fp32 weights of ``folder``, and its optimizer states if ``load_states``.
-
-    ``folder``: a :class:`Folder`, or another reader that has its ``read`` and ``source``.
-    ``actions``: parameter name -> how its state is imported: "kept", "zero" or "first_moment" (of AdamW, as momentum).
-    Afterwards the weights must be copied into the model; see :meth:`Adapter.publish_weights`.
-    """
-    optimizer = adapter.optimizer
-    for partition in adapter.resident_partitions():
-        for shard, start, stop, position in partition.pieces():
-            values = folder.read(shard.spec.name, WEIGHT).reshape(-1)[start:stop]
-            partition.tensors[shard.tensor].view(-1)[position : position + values.numel()] = values
-        if load_states:
-            write_state(optimizer, partition, folder.source, actions)
+    return folder, found
 
 
 def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
@@ -295,6 +274,16 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
                 "because DeepSpeed's converter keeps those of one pipeline stage only; the group uses the config's "
                 "settings, so check its learning rate"
             )
+
+
+def _warn_of_fused(optimizer: MuonWithAuxAdam, folder: Folder, actions: Mapping[str, str]) -> None:
+    """Warn about fused parameters, such as QKV, that Muon splits now but may have updated whole in the other run."""
+    if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
+        logger.warning(
+            f"deepspeed-muon: {len(names)} fused parameters (first: {names[0]}) are now updated as several matrices; "
+            f'if the run that saved {folder.title} updated each as one, set "muon_fused": "whole" in optimizer.params '
+            "to keep that"
+        )
 
 
 def _warn_of_what_stays(engine: Any, optimizer: MuonWithAuxAdam) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, ClassVar
 
 import deepspeed.comm as comm
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.seam import Seam, replace
+from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.grad_norm import watch_norms
 
 
@@ -46,6 +49,11 @@ class Adapter:
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
         self.has_warned_of_frozen = False
+
+    @cached_property
+    def model_parts(self) -> int:
+        """Return into how many files a checkpoint splits the model: pipeline stages x tensor-parallel ranks."""
+        return stages_of(self.engine.module) * tp_rank(self.engine)[1]
 
     @property
     def moved_states(self) -> list[str]:

@@ -36,9 +36,8 @@ LAYERS: dict[str, set[str]] = {
     "replicas": {"step"},
     "saved_state": {"step"},
     "optimizer": {"param_groups", "qk_clip", "replicas", "saved_state", "scheduler_view"},
-    "state_import": {"optimizer"},
     "forecast": {"optimizer"},
-    "zero": {"forecast", "seam", "state_import"},
+    "zero": {"forecast", "seam"},
     "cli": {"zero"},
     "": {"cli"},
 }

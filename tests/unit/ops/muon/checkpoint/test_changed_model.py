@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon import CheckpointError, MuonConfigError
-from deepspeed.muon.zero.checkpoint.states_by_name import renames_allowed
+from deepspeed.muon.zero.refusals import check_section
 from helpers import nvme
 from helpers.changed_models import (
     ADAMW,
@@ -187,9 +187,9 @@ def test_the_log_lists_what_became_of_the_parameters(tmp_path: Path) -> None:
     found = run(load, 2, folder=str(tmp_path), model={"frozen": ("layers.0",)}, stage=1, **MATCH)[0]
     text = next(line for line in found["said"] if "was loaded by parameter names" in line)
     assert text.splitlines()[1:] == [
-        "  3: weight and state as saved (layers.1.weight, layers.1.bias, lm_head.weight)",
-        "  1: state new, weight as saved (tokens.weight)",
-        "  2: frozen, weight as saved (layers.0.bias, layers.0.weight)",
+        "  3: as saved (layers.1.weight, layers.1.bias, lm_head.weight)",
+        "  1: without state in the other run, state at zero (tokens.weight)",
+        "  2: frozen, weight as saved (layers.0.weight, layers.0.bias)",
         "  2: dropped, not in this model (layers.2.bias, layers.2.weight)",
     ]
     assert found["path"] == str(tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
@@ -211,7 +211,7 @@ def refuse(folder: str, model: dict[str, Any], **config: Any) -> tuple[str, bool
 def test_a_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
     run(save, 1, folder=str(tmp_path), model={}, stage=1)
     error, is_unchanged = run(refuse, 1, folder=str(tmp_path), model={"width": 16}, stage=2)[0]
-    assert is_unchanged and "layers.0.weight has shape [12, 12] in the checkpoint and [16, 16] in the model" in error
+    assert is_unchanged and "shape [12, 12] in the other run and [16, 16] in the model: layers.0.weight" in error
 
 
 def test_parameters_of_equal_size_in_another_order_are_refused_at_stage_0(tmp_path: Path) -> None:
@@ -233,11 +233,10 @@ def test_a_changed_model_is_an_error_unless_the_config_allows_it(tmp_path: Path)
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({"muon_changed_model": "mach"}, 'got \'mach\'; expected "error", "match" or an object such as {"rename":'),
+        ({"muon_changed_model": "mach"}, 'got \'mach\'; expected "error" or "match"'),
         ({"muon_changed_models": "match"}, "unknown key; did you mean 'muon_changed_model'?"),
-        ({"muon_changed_model": {"rename": {"(": ""}}}, "is not a regular expression"),
     ],
 )
 def test_a_wrong_value_is_refused(section: dict[str, Any], text: str) -> None:
     with pytest.raises(MuonConfigError, match=re.escape(text)):
-        renames_allowed(section)
+        check_section(section)

@@ -4,14 +4,13 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon import MuonWithAuxAdam, import_state
+from deepspeed.muon import MuonWithAuxAdam
 from helpers.distributed import run
 from helpers.engine_state import kept_dtypes, local_states, named_states
 from helpers.logs import logged
@@ -102,17 +101,6 @@ def test_other_blocks_than_were_saved_are_told(there: Any, here: Any, warnings: 
     assert len(warnings) == (there != here)
     assert all(OTHER in line for line in warnings)
     assert all("blocks" not in group for group in optimizer.param_groups)
-
-
-def test_the_momentum_of_another_muon_goes_on_cut(warnings: list[str]) -> None:
-    optimizer = trained()
-    shapes = {spec.name: spec.shape for spec in optimizer.specs.values() if spec.use_muon}
-    state = {index: {"momentum_buffer": torch.zeros(shape)} for index, shape in enumerate(shapes.values())}
-    groups = [{"params": list(state), "momentum": 0.95}]
-    engine = SimpleNamespace(basic_optimizer=optimizer, optimizer=optimizer, global_rank=0)
-    import_state(engine, {"state": state, "param_groups": groups}, "ema", list(shapes))
-    (line,) = warnings
-    assert "2 fused parameters (first: blocks.0.qkv.weight) are now updated as several matrices" in line
 
 
 # ---- NorMuon's second moments -----------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def test_folding_keeps_unlike_parameters_apart(plan: Command) -> None:
 KEYS = {
     "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
     "per_rank share planning_seconds stock_tuning stock_clipping assumptions notes",
-    "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts buckets collectives scratch_bytes nccl_bytes",
+    "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts buckets collectives scratch_bytes "
+    "nccl_bytes",
     "share": "newton_schulz_gflop communication_gflop gflop_per_token by_tokens",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }

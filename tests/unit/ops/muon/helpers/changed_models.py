@@ -5,7 +5,6 @@ Each is made with deepspeed-muon, which loads by parameter names, and with DeepS
 becomes of both.
 """
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from helpers.models import GLOBAL_BATCH, full_weights, initialize_
 from helpers.training import PARAMS, ds_config, fp32_weights, with_params
 
 MATCH = {"checkpoint": {"muon_changed_model": "match"}}
-RENAMES = {"checkpoint": {"muon_changed_model": {"rename": {r"^layers\.": "blocks."}}}}
 ADAMW = {"type": "AdamW", "params": {"lr": PARAMS["adam_lr"], "weight_decay": 0.1, "torch_adam": True}}
 TOKENS, WIDTH = 13, 12
 STEPS = 3
@@ -34,13 +32,11 @@ class Layers(nn.Module):
         rows: int = TOKENS,
         depth: int = 2,
         frozen: tuple[str, ...] = (),
-        stem: str = "layers",
         width: int = WIDTH,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(rows, width)
-        self.stem = stem
-        setattr(self, stem, nn.ModuleList(nn.Linear(width, width) for _ in range(depth)))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.lm_head = nn.Linear(width, TOKENS, bias=False)
         self.register_buffer("scale", torch.ones(()))
         self.skipped: set[int] = set()
@@ -51,7 +47,7 @@ class Layers(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         hidden = self.tokens(inputs) * self.scale.to(self.tokens.weight.dtype)
-        for number, layer in enumerate(getattr(self, self.stem)):
+        for number, layer in enumerate(self.layers):
             if number not in self.skipped:
                 hidden = hidden + torch.tanh(layer(hidden))
         return F.cross_entropy(4 * self.lm_head(hidden).double(), targets)
@@ -207,7 +203,6 @@ CHANGES = {
         Change("unfrozen", FROZEN, {}, ("layers.0.weight", "layers.0.bias", "tokens.weight")),
         Change("two layers swapped", loads={"order": "swapped"}),
         Change("other groups", loads={"order": "groups"}),
-        Change("other names", {}, {"stem": "blocks"}, loads=RENAMES),
         Change(
             "a matrix to AdamW", new=("layers.1.weight",), loads={"optimizer": with_params(muon_exclude=["layers.1"])}
         ),
@@ -225,8 +220,6 @@ def surprises(change: Change, found: dict[str, Any], old: dict[str, Tensor]) -> 
 
     A momentum of AdamW becomes Muon's. Rows that only one run has are new or dropped.
     """
-    stem = change.after.get("stem", "layers")
-    old = {re.sub(r"^layers\.", f"{stem}.", name): value for name, value in old.items()}
     wrong = []
     for name, value in found["loaded"].items():
         parameter, _, key = name.rpartition(".")
