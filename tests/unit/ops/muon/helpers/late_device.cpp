@@ -38,6 +38,7 @@ namespace {
 using at::Tensor;
 using Ticket = int64_t;  // Of a stream: how many tasks it has been given up to and with this one.
 
+constexpr auto kPatience = std::chrono::milliseconds(500);
 const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
 
 // ---- streams ------------------------------------------------------------------------------------------------
@@ -61,6 +62,7 @@ struct Lane {
   Ticket given = 0, done = 0;
   Ticket wanted = 0;  // The host waits, if only through other streams, for the tasks up to this one.
   bool blocked = false;
+  bool calls = false;  // It has collectives, for which the hosts of other processes may wait.
   int64_t pace = kRandom;
 
   bool is_wanted() const { return wanted > done; }
@@ -94,6 +96,19 @@ void want(int64_t stream, Ticket ticket) {
   }
 }
 
+// Waits until the host wants a stream to go on. Hosts of other processes cannot say so: for them it goes on in the end.
+template <typename Condition>
+void wait_until_wanted(std::unique_lock<std::mutex>& lock, Lane& lane, Condition may_go_on) {
+  auto& changed = device().changed;
+  while (!may_go_on()) {
+    if (!lane.calls) {
+      changed.wait(lock);
+    } else if (changed.wait_for(lock, kPatience) == std::cv_status::timeout && lane.given > lane.done) {
+      lane.wanted = std::max(lane.wanted, lane.done + 1);
+    }
+  }
+}
+
 // Runs the task that is first in the queue of a stream.
 void serve_one(std::unique_lock<std::mutex>& lock, Lane& lane, std::mt19937& random, int64_t stream) {
   auto& all = device();
@@ -103,7 +118,9 @@ void serve_one(std::unique_lock<std::mutex>& lock, Lane& lane, std::mt19937& ran
     auto& other = all.lanes[task.other];
     lane.blocked = true;
     all.changed.notify_all();
-    all.changed.wait(lock, [&] { return other.done >= task.ticket || lane.is_wanted() || lane.pace == kRandom; });
+    wait_until_wanted(lock, lane, [&] {
+      return other.done >= task.ticket || lane.is_wanted() || lane.pace == kRandom;
+    });
     want(task.other, task.ticket);
     all.changed.wait(lock, [&] { return other.done >= task.ticket; });
     lane.blocked = false;
@@ -131,7 +148,7 @@ void serve(int64_t stream) {
   std::unique_lock<std::mutex> lock(all.mutex);
   auto& lane = all.lanes[stream];
   while (true) {
-    all.changed.wait(lock, [&] { return !lane.queue.empty() && (lane.pace != kHeld || lane.is_wanted()); });
+    wait_until_wanted(lock, lane, [&] { return !lane.queue.empty() && (lane.pace != kHeld || lane.is_wanted()); });
     serve_one(lock, lane, random, stream);
     ++lane.done;
     all.changed.notify_all();
@@ -159,11 +176,11 @@ void give(int64_t stream, Task task) {
   auto& all = device();
   std::unique_lock<std::mutex> lock(all.mutex);
   auto& lane = all.lanes[stream];
-  bool is_call = task.name == "call";  // Other processes take part: their host may wait for this one.
+  lane.calls = lane.calls || task.name == "call";
   lane.queue.push_back(std::move(task));
   auto ticket = ++lane.given;
   all.changed.notify_all();
-  if (lane.pace == kPrompt && !is_call) {
+  if (lane.pace == kPrompt && !lane.calls) {
     all.changed.wait(lock, [&] { return lane.done >= ticket || lane.blocked || lane.pace != kPrompt; });
   }
 }

@@ -256,12 +256,12 @@ class Group(dist.ProcessGroup):
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor) and x.device.type == NAME]
         if not tensors:
-            return getattr(self._near, name)(*args, **kwargs)
+            return _BY_TORCH[name](self._near, *args, **kwargs)
         self.stream.wait_stream(current_stream())
         for tensor in tensors:
             tensor.record_stream(self.stream)
         on_host = pytree.tree_map_only(Tensor, torch.ops.late.host_alias, args)
-        call_on(self.stream, lambda: getattr(self._far, name)(*on_host, **kwargs).wait())
+        call_on(self.stream, lambda: _BY_TORCH[name](self._far, *on_host, **kwargs).wait())
         return Handle(self.stream)
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -272,16 +272,21 @@ class Group(dist.ProcessGroup):
         return [torch.device("cpu"), torch.device(NAME)]
 
 
-def _collective(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: self._call(name, *args, **kwargs)
-
-
-for _name in (
+_COLLECTIVES = (
     *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base", "all_gather_single"),
     *("allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "gather", "scatter"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced"),
     *("alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "barrier", "monitored_barrier"),
-):
+)
+#: Taken now: the recorder of collectives, which replaces them for a job, must not see those of the streams' threads.
+_BY_TORCH = {name: getattr(dist.ProcessGroup, name) for name in _COLLECTIVES if hasattr(dist.ProcessGroup, name)}
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self._call(name, *args, **kwargs)
+
+
+for _name in _BY_TORCH:
     setattr(Group, _name, _collective(_name))
 
 
