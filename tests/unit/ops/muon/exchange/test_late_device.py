@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on an accelerator whose streams run late (`helpers/late_device.py`): the bits of a CPU, and only by our waits."""
+"""Steps on an accelerator whose streams run late, that of `helpers/late_device.py`: the bits of a CPU, by our waits."""
 
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from helpers import late_device
-from helpers.distributed import Pool, run
+from helpers.distributed import run
 from helpers.late_device import HELD, PROMPT, RANDOM
 from helpers.models import MODELS, make_batch, train_engine
 from helpers.training import ds_config, fp32_weights, make_engine, with_params
@@ -22,21 +23,6 @@ from helpers.waits import Wait, all_waits, without
 SECTION = with_params(ns_dtype="bf16", ns_method="standard", kernels="torch", bucket_bytes=300)
 """The section `optimizer`, with which a step has several buckets."""
 Run = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="module")
-def late() -> Iterator[Run]:
-    """Runs a function on ranks whose accelerator is the device."""
-    pools: dict[int, Pool] = {}
-
-    def run_late(fn: Callable[..., Any], world_size: int, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
-        if world_size not in pools or pools[world_size].closed:
-            pools[world_size] = Pool(world_size, {"TEST_DEVICE": late_device.NAME})
-        return pools[world_size].run(fn, kwargs, timeout)
-
-    yield run_late
-    for pool in pools.values():
-        pool.close()
 
 
 # ---- the device ---------------------------------------------------------------------------------------------------
@@ -216,7 +202,11 @@ def stream_numbers(engine: Any) -> dict[str, int]:
     return numbers
 
 
-HELD_STREAMS: list[tuple[str, ...]] = [("computing",), ("up", "down", "network"), ("computing", "up", "down", "network")]
+HELD_STREAMS: list[tuple[str, ...]] = [
+    ("computing",),
+    ("up", "down", "network"),
+    ("computing", "up", "down", "network"),
+]
 """Streams that run as late as they may while all others run at once; each race shows in one of these."""
 
 
@@ -285,8 +275,7 @@ def begun_for(awaited: tuple[str, int], **case: Any) -> set[tuple[str, int]]:
     with pytest.MonkeyPatch.context() as patch, late_device.paces(HELD):
         for what, (kind, method, stream) in places.items():
 
-            def call(self: Any, *args: Any, of: Any = (what, getattr(kind, method), stream)) -> None:
-                what, original, stream = of
+            def call(self: Any, *args: Any, what: str = what, stream: Any = stream, original: Any = None) -> None:
                 with late_device.on(stream):
                     torch.ops.late.mark(f"{what} {args[-1].index}")
                 original(self, *args)
@@ -295,10 +284,11 @@ def begun_for(awaited: tuple[str, int], **case: Any) -> set[tuple[str, int]]:
                     names = [name.split() for _, name in late_device.taken_log()]
                     begun.append({(name[0], int(name[1])) for name in names if name[0] in places})
 
-            patch.setattr(kind, method, call)
+            patch.setattr(kind, method, partialmethod(call, original=getattr(kind, method)))
         torch.ops.late.set_logging(True)
         train_engine(engine, 1, first_step=1)
-        torch.ops.late.set_logging(False)
+    torch.ops.late.set_logging(False)
+    late_device.taken_log()
     engine.destroy()
     return begun[0]
 

@@ -6,7 +6,7 @@
 - Freed memory serves the next request on its stream at once, and is first overwritten with NaN on that stream.
 - Copies from and to pinned memory are queued, too, if they are ``non_blocking``; then the host reads old values.
 - Collectives are queued on a stream of their process group. It waits for the stream on which they were called.
-- It has no float64, no ``frexp`` and no generator.
+- It has no generator, and within :func:`poor` neither float64 nor ``frexp``.
 
 :func:`paces` says when streams run: at random, at once, or only when the host waits for them. A stream that is at once
 or held makes a race that depends on luck certain. The device serves one thread that trains, and a process that has
@@ -14,9 +14,7 @@ begun to use it cannot fork.
 """
 
 import ctypes
-import hashlib
 import itertools
-import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,30 +28,24 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
+from helpers.extensions import LATE_FOLDER, LATE_SOURCE
+
 NAME = "late"
-SOURCE = Path(__file__).with_suffix(".cpp")
 RANDOM, HELD, PROMPT = range(3)
 """When a stream runs: after pauses of random length; when the host waits for it; at once."""
 PAUSE = 300
 """Microseconds that a stream pauses at most before a task."""
 
 
-def library() -> Path:
-    """Return where the compiled device lies, by its source and torch's version."""
-    text = SOURCE.read_bytes() + torch.__version__.encode()
-    return Path(os.environ["TORCH_EXTENSIONS_DIR"]) / f"late_device_{hashlib.sha256(text).hexdigest()[:12]}"
-
-
 def build() -> Path:
     """Compile the device if it is not, which takes some 15 seconds, and return the library."""
-    folder = library()
-    found = folder / "late_device.so"
+    found = LATE_FOLDER / "late_device.so"
     if not found.exists():
         from torch.utils import cpp_extension
 
-        folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {"is_python_module": False, "build_directory": str(folder)}
-        cpp_extension.load("late_device", [str(SOURCE)], extra_cflags=["-O1"], **options)
+        LATE_FOLDER.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {"is_python_module": False, "build_directory": str(LATE_FOLDER)}
+        cpp_extension.load("late_device", [str(LATE_SOURCE)], extra_cflags=["-O1"], **options)
     return found
 
 
@@ -121,6 +113,16 @@ def paces(default: int, own: dict[int, int] | None = None) -> Iterator[None]:
         yield
     finally:
         set_paces(RANDOM)
+
+
+@contextmanager
+def poor() -> Iterator[None]:
+    """Take float64 and ``frexp`` from the device within the context."""
+    torch.ops.late.set_poor(True)
+    try:
+        yield
+    finally:
+        torch.ops.late.set_poor(False)
 
 
 class LateAccelerator(CPU_Accelerator):

@@ -46,7 +46,8 @@ class _Waits(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         """A statement that is an expression."""
         call = node.value
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not IS_WAIT.match(call.func.attr):
+        method = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+        if not IS_WAIT.match(method):
             return node
         function, text = ".".join(self._path), ast.unparse(call)
         number = sum(one.function == function and one.text == text for one in self.found)
