@@ -39,15 +39,23 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 def trained(params: dict[str, Any], dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Weights after two steps in plain PyTorch."""
+    """Weights after two steps in plain PyTorch, on the gradients of a twin on the CPU."""
     net: Any = MODELS["gpt"]().to(device, dtype)
+    twin: Any = MODELS["gpt"]().to(dtype)
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS | {"kernels": "torch"} | params)
-    # The device has no attention of its own.
+    # The device has no attention of its own, and adds up some gradients in another order.
     with sdpa_kernel(SDPBackend.MATH), late_device.poor() if device != "cpu" else nullcontext():
         for number in range(2):
-            net(*(part.to(device) for part in net.batch(number))).backward()
+            for one in (net, twin):
+                on = next(one.parameters()).device
+                one(*(part.to(on) for part in net.batch(number))).backward()
+            for param, other in zip(net.parameters(), twin.parameters(), strict=True):
+                param.grad.copy_(other.grad)
             optimizer.step()
-            optimizer.zero_grad()
+            with torch.no_grad():
+                for param, other in zip(net.parameters(), twin.parameters(), strict=True):
+                    other.copy_(param)
+                    param.grad = other.grad = None
     return [p.detach() for p in net.parameters()]
 
 
@@ -97,6 +105,7 @@ def offloaded(has_streams: bool) -> dict[str, Tensor]:
     kind, nothing = late_device.LateAccelerator, property(lambda self: None)
     with pytest.MonkeyPatch.context() as patch:
         if not has_streams:
+            patch.setattr(kind, "is_synchronized_device", lambda self: True)
             patch.setattr(kind, "Stream", nothing)
             patch.setattr(kind, "Event", nothing)
             patch.setattr(kind, "current_stream", lambda self: None)

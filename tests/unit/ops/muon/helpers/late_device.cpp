@@ -676,6 +676,9 @@ void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   auto shapes = sketch;
   bool known = run_on_meta(op, shapes);
+  if (known && name == "aten::native_layer_norm") {  // A CPU's statistics have the dtype of the input.
+    for (size_t index : {1, 2}) shapes[index] = shapes[index].toTensor().to(sketch[0].toTensor().scalar_type());
+  }
   std::vector<c10::IValue> results;
   std::vector<std::optional<c10::IValue>> targets;
   auto fresh = [](const Tensor& like) { return like.defined() ? empty_like(like) : like; };
@@ -763,8 +766,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar);
   // So that `model.to` and `param.data = ` keep the parameter.
   m.impl("_has_compatible_shallow_copy_type", [](const Tensor&, const Tensor&) { return true; });
-  // Elsewhere torch composes these of others; on CPUs they have kernels, which round differently.
-  for (auto name : {"_stack", "addr", "mish_backward", "native_group_norm", "native_layer_norm", "silu_backward"}) {
+  // Elsewhere these are composed of others; on CPUs they have kernels, which round differently.
+  for (auto name :
+       {"_fused_adam_", "_fused_adamw_", "_stack", "addr", "mish_backward", "native_group_norm", "native_layer_norm",
+        "silu_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&any_operation>());
   }
 }
