@@ -58,6 +58,7 @@ enum Pace : int64_t {
 };
 
 struct Lane {
+  std::condition_variable work;  // Its thread may find something to do.
   std::deque<Task> queue;
   Ticket given = 0, done = 0;
   Ticket wanted = 0;  // The host waits, if only through other streams, for the tasks up to this one.
@@ -70,7 +71,7 @@ struct Lane {
 
 struct Device {
   std::mutex mutex;
-  std::condition_variable changed;
+  std::condition_variable changed;  // A task has ended, or waits; somebody waits for a task.
   std::deque<Lane> lanes;
   int64_t pace = kRandom;  // Of streams to come.
   int64_t pause = 0;       // Microseconds, at most.
@@ -92,14 +93,15 @@ void want(int64_t stream, Ticket ticket) {
   auto& lane = device().lanes[stream];
   if (lane.wanted < ticket) {
     lane.wanted = ticket;
+    lane.work.notify_one();
     device().changed.notify_all();
   }
 }
 
 // Waits until the host wants a stream to go on. Hosts of other processes cannot say so: for them it goes on in the end.
 template <typename Condition>
-void wait_until_wanted(std::unique_lock<std::mutex>& lock, Lane& lane, Condition may_go_on) {
-  auto& changed = device().changed;
+void wait_until_wanted(
+    std::unique_lock<std::mutex>& lock, std::condition_variable& changed, Lane& lane, Condition may_go_on) {
   while (!may_go_on()) {
     if (!lane.calls) {
       changed.wait(lock);
@@ -118,7 +120,7 @@ void serve_one(std::unique_lock<std::mutex>& lock, Lane& lane, std::mt19937& ran
     auto& other = all.lanes[task.other];
     lane.blocked = true;
     all.changed.notify_all();
-    wait_until_wanted(lock, lane, [&] {
+    wait_until_wanted(lock, all.changed, lane, [&] {
       return other.done >= task.ticket || lane.is_wanted() || lane.pace == kRandom;
     });
     want(task.other, task.ticket);
@@ -148,7 +150,9 @@ void serve(int64_t stream) {
   std::unique_lock<std::mutex> lock(all.mutex);
   auto& lane = all.lanes[stream];
   while (true) {
-    wait_until_wanted(lock, lane, [&] { return !lane.queue.empty() && (lane.pace != kHeld || lane.is_wanted()); });
+    wait_until_wanted(lock, lane.work, lane, [&] {
+      return !lane.queue.empty() && (lane.pace != kHeld || lane.is_wanted());
+    });
     serve_one(lock, lane, random, stream);
     ++lane.done;
     all.changed.notify_all();
@@ -179,7 +183,7 @@ void give(int64_t stream, Task task) {
   lane.calls = lane.calls || task.name == "call";
   lane.queue.push_back(std::move(task));
   auto ticket = ++lane.given;
-  all.changed.notify_all();
+  lane.work.notify_one();
   if (lane.pace == kPrompt && !lane.calls) {
     all.changed.wait(lock, [&] { return lane.done >= ticket || lane.blocked || lane.pace != kPrompt; });
   }
@@ -784,7 +788,10 @@ void set_pace(at::IntArrayRef streams, int64_t pace) {
   start();
   auto& all = device();
   std::lock_guard<std::mutex> lock(all.mutex);
-  for (auto stream : streams) all.lanes.at(stream).pace = pace;
+  for (auto stream : streams) {
+    all.lanes.at(stream).pace = pace;
+    all.lanes.at(stream).work.notify_one();
+  }
   all.changed.notify_all();
 }
 
