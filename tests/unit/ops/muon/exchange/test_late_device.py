@@ -122,6 +122,26 @@ def test_training_saves_and_loads_give_a_cpus_bits(
         assert torch.equal(got[0][name], weights), name
 
 
+def moved(moves: bool, stage: int) -> dict[str, Tensor]:
+    """Weights after two steps; `moves`: with all state sent to pinned memory and back between them."""
+    engine = make_engine(MODELS["mlp"](), ds_config(optimizer=SECTION, dtype="bf16", stage=stage))
+    with late_device.paces(HELD):
+        train_engine(engine, 1)
+        if moves:
+            engine.offload_states(non_blocking=True)
+            engine.reload_states(non_blocking=True)
+        train_engine(engine, 1, first_step=1)
+        weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+def test_states_move_to_the_host_and_back_late(late: Run) -> None:
+    stayed, came_back = (late(moved, 1, moves=moves, stage=3)[0] for moves in (False, True))
+    for name, weights in stayed.items():
+        assert torch.equal(came_back[name], weights), name
+
+
 # ---- the waits ----------------------------------------------------------------------------------------------------
 
 
