@@ -173,6 +173,23 @@ def interpret() -> Iterator[Callable[..., Any]]:
         pool.close()
 
 
+@pytest.fixture(scope="session")
+def late() -> Iterator[Callable[..., list[Any]]]:
+    """Runs a function on ranks whose accelerator is that of `helpers/late_device.py`; returns the results by rank."""
+    from helpers.distributed import Pool
+
+    pools: dict[int, Pool] = {}
+
+    def run(fn: Callable[..., Any], world_size: int, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+        if world_size not in pools or pools[world_size].closed:  # by a failure
+            pools[world_size] = Pool(world_size, {"TEST_DEVICE": "late"})
+        return pools[world_size].run(fn, kwargs, timeout)
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what tests record under the name `summary`."""
     for report in terminalreporter.getreports("passed"):

@@ -1,86 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerators that lack what CPUs and NVIDIA's GPUs have: fp64, frexp, generators, streams, pinned memory.
 
-The CPU plays one: whatever such an accelerator would refuse raises.
+The device of `helpers/late_device.py` plays one: whatever such an accelerator would refuse raises.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.math import rules
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.replicas import check_agreement
+from helpers import late_device
 from helpers.distributed import run
 from helpers.models import MODELS, train_engine
 from helpers.records import monitored, records
-from helpers.training import PARAMS, make_engine
+from helpers.training import PARAMS, ds_config, fp32_weights, make_engine, with_params
 
-CPU = torch.device("cpu")
-
-
-class Poor(TorchDispatchMode):
-    """An accelerator without fp64 and frexp."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "frexp" in str(func):
-            raise NotImplementedError(f"{func} has no kernel")
-        result = func(*args, **(kwargs or {}))
-        if any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in pytree.tree_leaves(result)):
-            raise TypeError(f"{func}: this accelerator does not support float64")
-        return result
-
-
-@contextmanager
-def a_poor_accelerator() -> Iterator[None]:
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("this accelerator has no generator")
-
-    with pytest.MonkeyPatch.context() as patch, Poor():
-        patch.setattr(rules, "has_fp64", lambda device: False, raising=False)
-        patch.setattr(torch, "Generator", refuse)
-        yield
-
-
+Run = Callable[..., list[Any]]
 STEPS: dict[str, dict[str, Any]] = {
-    "standard": {"ns_dtype": "bf16", "ns_method": "standard", "momentum_dtype": "bf16", "cautious_weight_decay": True},
+    "standard": {
+        "ns_dtype": "bf16",
+        "ns_method": "standard",
+        "momentum_dtype": "bf16",
+        "cautious_weight_decay": True,
+    },
     "gram": {"ns_dtype": "bf16", "ns_method": "gram", "momentum_dtype": "int8"},
-    "fp16": {"ns_dtype": "fp16", "normuon": True},
-    "qk_clip": {"qk_clip": {"tau": 0.01}},
+    "fp16": {"ns_dtype": "fp16", "ns_method": "standard", "normuon": True},
+    "qk_clip": {"ns_method": "standard", "qk_clip": {"tau": 0.01}},
 }
 
 
-def trained(params: dict[str, Any], dtype: torch.dtype, accelerator: Any) -> list[Tensor]:
-    """Weights after two steps in plain PyTorch; only the steps run on the accelerator."""
-    net: Any = MODELS["gpt"]().to(dtype)
+def trained(params: dict[str, Any], dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Weights after two steps in plain PyTorch, on the gradients of a twin on the CPU."""
+    net: Any = MODELS["gpt"]().to(device, dtype)
+    twin: Any = MODELS["gpt"]().to(dtype)
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS | {"kernels": "torch"} | params)
-    for number in range(2):
-        net(*net.batch(number)).backward()
-        with accelerator():
+    # The device has no attention of its own, and adds up some gradients in another order.
+    with sdpa_kernel(SDPBackend.MATH), late_device.poor() if device != "cpu" else nullcontext():
+        for number in range(2):
+            for one in (net, twin):
+                on = next(one.parameters()).device
+                one(*(part.to(on) for part in net.batch(number))).backward()
+            for param, other in zip(net.parameters(), twin.parameters(), strict=True):
+                param.grad.copy_(other.grad)
             optimizer.step()
-        optimizer.zero_grad()
+            with torch.no_grad():
+                for param, other in zip(net.parameters(), twin.parameters(), strict=True):
+                    other.copy_(param)
+                    param.grad = other.grad = None
     return [p.detach() for p in net.parameters()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", STEPS)
-def test_a_step_needs_nothing_of_it_and_gives_the_same_bits(rule: str, dtype: torch.dtype) -> None:
-    got, expected = (trained(STEPS[rule], dtype, how) for how in (a_poor_accelerator, nullcontext))
+def test_a_step_needs_nothing_of_it_and_gives_the_same_bits(rule: str, dtype: torch.dtype, late: Run) -> None:
+    got = late(trained, 1, params=STEPS[rule], dtype=dtype, device=late_device.NAME)[0]
+    expected = run(trained, 1, params=STEPS[rule], dtype=dtype, device="cpu")[0]
     assert all(map(torch.equal, got, expected))
+
+
+def normalized(matrix: Tensor, side: str) -> Tensor:
+    """What MuonEq makes of a matrix on the device."""
+    matrix = matrix.to(late_device.NAME)
+    with late_device.poor():
+        Rules(muon_eq=side).apply_before(matrix[None], 0, Workspace())  # type: ignore[arg-type]
+    return matrix
 
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_muon_eq_without_fp64_takes_rows_of_any_magnitude(side: str, dtype: torch.dtype) -> None:
+def test_muon_eq_without_fp64_takes_rows_of_any_magnitude(side: str, dtype: torch.dtype, late: Run) -> None:
     """In fp32 the squares of most of these entries would be zero or infinite."""
     magnitudes = torch.tensor([1e-44, 1e-38, 1e-25, 1.0, 1e25, 1e37, 0.0], dtype=torch.float32)
     matrix = torch.randn(7, 300, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) * magnitudes[:, None]
@@ -88,21 +85,46 @@ def test_muon_eq_without_fp64_takes_rows_of_any_magnitude(side: str, dtype: torc
     dim = 1 if side == "rows" else 0
     norms = torch.linalg.vector_norm(matrix.double(), dim=dim, keepdim=True)
     expected = torch.where(norms == 0, 0.0, matrix.double() / norms)
-    with a_poor_accelerator():
-        Rules(muon_eq=side).apply_before(matrix[None], 0, Workspace())
-    error = (matrix.double() - expected).abs().amax(dim)
+    got = late(normalized, 1, matrix=matrix, side=side)[0]
+    error = (got.double() - expected).abs().amax(dim)
     assert error.max() <= {torch.float32: 1e-6, torch.bfloat16: 2.0**-9}[dtype]
 
 
-def test_ranks_are_compared() -> None:
-    with a_poor_accelerator():
-        check_agreement(["a", "b"], None, CPU)
+def compared() -> None:
+    with late_device.poor():
+        check_agreement(["a", "b"], None, torch.device(late_device.NAME))
 
 
-def recorded(folder: Path, has_fp64: bool) -> set[str]:
+def test_ranks_are_compared(late: Run) -> None:
+    late(compared, 2)
+
+
+def offloaded(has_streams: bool) -> dict[str, Tensor]:
+    """Weights after two steps with CPU offload."""
+    engine_of = {"optimizer": with_params(ns_method="standard", kernels="torch", bucket_bytes=600)}
+    kind, nothing = late_device.LateAccelerator, property(lambda self: None)
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_streams:
+            patch.setattr(kind, "is_synchronized_device", lambda self: True)
+            patch.setattr(kind, "Stream", nothing)
+            patch.setattr(kind, "Event", nothing)
+            patch.setattr(kind, "current_stream", lambda self: None)
+            patch.setattr(kind, "pin_memory", lambda self, tensor, **_: tensor)
+        engine = make_engine(MODELS["mlp"](), ds_config(stage=2, offload=True, **engine_of))
+        assert (engine.basic_optimizer.exchange.staging._up is not None) == has_streams
+        train_engine(engine, 2)
+        weights = fp32_weights(engine)
+    engine.destroy()
+    return weights
+
+
+def test_offload_needs_no_streams_and_no_pinned_memory(late: Run) -> None:
+    without, with_them = (late(offloaded, 1, has_streams=has)[0] for has in (False, True))
+    assert all(torch.equal(weights, with_them[name]) for name, weights in without.items())
+
+
+def recorded(folder: Path) -> set[str]:
     """Dtypes of what the ranks sum in a step that is recorded."""
-    from deepspeed.muon.exchange import groups
-
     summed: set[str] = set()
 
     def all_reduce(tensor: Tensor, *args: Any, original: Any = torch.distributed.all_reduce, **kwargs: Any) -> Any:
@@ -111,18 +133,17 @@ def recorded(folder: Path, has_fp64: bool) -> set[str]:
 
     engine = make_engine(MODELS["mlp"](), monitored(str(folder), 1, stage=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "has_fp64", lambda device: has_fp64)
         patch.setattr(torch.distributed, "all_reduce", all_reduce)
         train_engine(engine, 1)
     engine.destroy()
     return summed
 
 
-def test_records_are_summed_in_what_it_has(tmp_path: Path) -> None:
-    with_fp64, without = (run(recorded, 2, folder=tmp_path / str(has), has_fp64=has) for has in (True, False))
+def test_records_are_summed_in_what_it_has(late: Run, tmp_path: Path) -> None:
+    with_fp64, without = run(recorded, 2, folder=tmp_path / "cpu"), late(recorded, 2, folder=tmp_path / "late")
     assert all("torch.float64" in dtypes for dtypes in with_fp64)
     assert not any("torch.float64" in dtypes for dtypes in without)
-    expected, got = records(tmp_path / "True"), records(tmp_path / "False")
+    expected, got = records(tmp_path / "cpu"), records(tmp_path / "late")
     assert got.keys() == expected.keys()
     values = [(got[name][0][1], rows[0][1]) for name, rows in expected.items() if name != "newton_schulz_seconds"]
     assert len(values) == 5 and all(one == pytest.approx(other, rel=1e-5) for one, other in values)

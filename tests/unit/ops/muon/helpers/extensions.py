@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the C++ extensions once per checkout, before tests need them; otherwise their first use compiles them."""
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
-from helpers.paths import ROOT
+from helpers.paths import ROOT, TESTS
 
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
 FOLDER = Path(os.environ["TORCH_EXTENSIONS_DIR"])
 MUON = "from deepspeed.muon.kernels.builder import MuonBuilder; MuonBuilder().load()"
 COMMUNICATION = "from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder; ShareMemCommBuilder().load()"
+LATE = "from helpers.late_device import build; build()"
+LATE_SOURCE = TESTS / "helpers" / "late_device.cpp"
+_LATE_HASH = hashlib.sha256(LATE_SOURCE.read_bytes() + version("torch").encode()).hexdigest()
+LATE_FOLDER = FOLDER / f"late_device_{_LATE_HASH[:12]}"
+"""Where the device of `late_device.py` is compiled to."""
 ASYNC_IO = os.environ.get("TEST_ASYNC_IO") == "1"
 """Whether NVMe is tested with DeepSpeed's own async_io, which is compiled in minutes; else by plain files."""
 NVME = "from deepspeed.ops.op_builder.cpu.async_io import AsyncIOBuilder; AsyncIOBuilder().load()"
@@ -45,10 +52,11 @@ def build() -> None:
     for needed, code in (
         (max(sources) > max(built, default=0.0), MUON),
         (not list(FOLDER.glob("**/deepspeed_shm_comm.so")), COMMUNICATION),
+        (not list(LATE_FOLDER.glob("*.so")), LATE),
         (ASYNC_IO and not list(FOLDER.glob("**/async_io.so")), NVME),
     ):
         if needed and shutil.which("c++"):
-            subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT)
+            subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT, cwd=TESTS)
 
 
 if __name__ == "__main__":

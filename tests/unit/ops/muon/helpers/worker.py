@@ -78,7 +78,9 @@ def join(collective_timeout: float) -> None:
     timeout = timedelta(seconds=collective_timeout)
     # Groups made by new_group take this default and not the timeout of the world group.
     distributed_c10d.default_pg_timeout = timeout
-    deepspeed.init_distributed("gloo", timeout=timeout)
+    if backend := os.environ.get("TEST_DEVICE"):
+        import_module("helpers.late_device").use()
+    deepspeed.init_distributed(backend or "gloo", timeout=timeout)
     _mend_gathers()
     # One for all jobs: engines of DeepSpeed's AdamW at stage 3 are never freed, and keep the one they were made with.
     import_module("deepspeed.utils.groups")._clone_world_group()
