@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything on one GPU, in two calls of less than ten minutes each, the most informative parts first."""
+"""Everything on one GPU, in six calls of less than seven minutes each, the most informative parts first."""
 
 import dataclasses
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
+from xml.etree import ElementTree
 
 import torch
 
@@ -14,16 +19,18 @@ from benchmarks.rates import Rates, measure, summary
 from deepspeed.muon.plan.bucket import Bucket, GridCopy
 
 Rows = Iterator[dict[str, Any]]
-#: Part -> its call, the seconds that it may take, and the tests that it is, if it is no function of this module.
-PARTS = {
-    "exchange": (1, 100, ()),
-    "newton_schulz": (1, 120, ()),
-    "kernel_tests": (1, 150, ("kernels/test_gpu_kernels.py",)),
-    "alone": (2, 120, ()),
-    "share": (2, 240, ()),
-    "engine_tests": (2, 200, ("zero/test_gpu.py",)),
+#: Part -> its call, the seconds that it may take, and the arguments of pytest if it is tests.
+PARTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "kernel_tests": (1, 300, ("kernels/test_gpu_kernels.py",)),
+    "exchange": (2, 120, ()),
+    "resume": (2, 240, ()),
+    "newton_schulz": (3, 180, ()),
+    "alone": (3, 180, ()),
+    "engine_tests": (4, 400, ("zero/test_gpu.py", "-n", "4")),
+    "share": (5, 390, ()),
+    "profile": (6, 240, ()),
 }
-#: Aligned to 16 elements, as the shapes of real models are: Triton compiles other code for those that are not.
+#: Aligned to 16 elements, as the shapes of real models are.
 ALIGNED, QUICK = ((3, 512, 1024), (2, 1024, 512), (2, 2048, 8192), (1, 4096, 4096)), ((2, 48, 160), (2, 64, 64))
 
 
@@ -40,6 +47,18 @@ def sent_to_itself(bucket: Bucket) -> Bucket:
     return dataclasses.replace(bucket, **changes, travels=True)
 
 
+def send_to_itself(optimizer: Any) -> None:
+    """Let the only rank send every matrix to itself through the process group."""
+    for key, bound in optimizer._steps.items():
+        bucket_plans = tuple(map(sent_to_itself, bound.plan.buckets))
+        optimizer._steps[key] = dataclasses.replace(
+            bound,
+            exchange=dataclasses.replace(bound.exchange, group=torch.distributed.group.WORLD),
+            plan=dataclasses.replace(bound.plan, buckets=bucket_plans),
+        )
+        assert optimizer._steps[key].slots > 1
+
+
 def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """The collectives of a step on one rank that sends every matrix to itself: equal weights, and what it costs."""
     size = (2, 32) if quick else (4, 2048)
@@ -48,11 +67,8 @@ def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
         for way in ("in place", "to itself"):
             engine, times = training.build_engine(job), []
             optimizer = engine.basic_optimizer
-            for key, bound in optimizer._steps.items() if way == "to itself" else ():
-                bound.exchange.group = torch.distributed.group.WORLD
-                plan = dataclasses.replace(bound.plan, buckets=tuple(map(sent_to_itself, bound.plan.buckets)))
-                optimizer._steps[key] = dataclasses.replace(bound, plan=plan)
-                assert plan.of_all.slots(plan.travels(staged=False)) > 1
+            if way == "to itself":
+                send_to_itself(optimizer)
             clock = training.PhaseClock(optimizer, device)
             x = torch.randn(8, job.hidden, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
             for _ in range(8):
@@ -63,6 +79,33 @@ def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:
             engine.destroy()
             same = all(map(torch.equal, weights[0], weights[-1]))
             yield {"way": way, "kernels": optimizer.context.kernels.name, "equal weights": same} | summary(times[3:])
+            assert same
+
+
+def resume(device: str, quick: bool, rates: dict[str, float]) -> Rows:
+    """Stages 1 to 3 with the defaults of users on one rank: trained, saved, loaded by a new engine; equal bits."""
+    size = (2, 32) if quick else (4, 1024)
+    with ranks.joined():
+        for stage in ("1", "2", "3"):
+            job, weights = training.Job(stage, "ours", 1, *size, model="qwen", device=device), []
+            with tempfile.TemporaryDirectory() as folder:
+                for is_resumed in (False, True):
+                    engine = training.build_engine(job)
+                    generator = torch.Generator().manual_seed(1)
+                    batches = [torch.randn(8, job.hidden, generator=generator).bfloat16() for _ in range(5)]
+                    if is_resumed:
+                        engine.load_checkpoint(folder)
+                    for step in range(3 * is_resumed, 5):
+                        engine.backward(engine(batches[step].to(device)).float().square().mean())
+                        engine.step()
+                        if step == 2:
+                            engine.save_checkpoint(folder)
+                    shards = [t for p in engine.basic_optimizer.all_partitions for t in p.tensors]
+                    weights.append([tensor.detach().cpu() for tensor in shards])
+                    dtype = engine.basic_optimizer.ns_dtype
+                    engine.destroy()
+            same = all(map(torch.equal, *weights))
+            yield {"stage": stage, "dtype": dtype, "bits after resume": "equal" if same else "differ"}
             assert same
 
 
@@ -94,15 +137,61 @@ def share(device: str, quick: bool, rates: dict[str, float]) -> Rows:
             yield row | {"optimizer's share": record["optimizer s"] / total, "peak MB": record["GPU peak MB"]}
 
 
+def profile(device: str, quick: bool, rates: dict[str, float]) -> Rows:
+    """A step at stage 3 that sends every matrix to itself: launches, waits of the host, time without a kernel."""
+    job = training.Job("3", "ours", 1, *(1, 32) if quick else (8, 2048), model="qwen", device=device)
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] * (device != "cpu"))]
+    with ranks.joined():
+        engine = training.build_engine(job)
+        send_to_itself(engine.basic_optimizer)
+        x = torch.randn(8, job.hidden, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+        for _ in range(4):
+            engine.backward(engine(x).float().square().mean())
+            with torch.profiler.profile(activities=activities) as trace:
+                engine.step()
+        engine.destroy()
+    events = trace.events() or []
+    kernels = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA")
+    idle, end = 0.0, kernels[0][0] if kernels else 0.0
+    for start, stop in kernels:
+        idle, end = idle + max(0.0, start - end), max(end, stop)
+    names = Counter(event.name for event in events)
+    yield {
+        "launches": sum(names[name] for name in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")),
+        "waits of the host": sum(count for name, count in names.items() if name.endswith("Synchronize")),
+        "kernels": len(kernels),
+        "from first to last kernel ms": (end - kernels[0][0]) / 1e3 if kernels else 0.0,
+        "idle ms": idle / 1e3,
+    }
+
+
+def tests(arguments: Sequence[str], device: str) -> Rows:
+    """Run tests; the part fails if one fails, is skipped, or none is found. On a CPU tests are only found."""
+    folder = report.ROOT / "tests/unit/ops/muon"
+    files = [str(folder / one) if one.endswith(".py") else one for one in arguments]
+    with tempfile.TemporaryDirectory() as name:
+        record = Path(name) / "record.xml"
+        line = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={record}", *files]
+        if device == "cpu":
+            line = [*line[:3], "-q", "--collect-only", *files[:1]]
+        done = subprocess.run(line, capture_output=True, text=True)
+        print(done.stdout, done.stderr, sep="\n", flush=True)
+        if done.returncode:
+            raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-3000:]}")
+        if device == "cpu":
+            yield {"found": done.stdout.count("::")}
+            return
+        cases = [case for suite in ElementTree.parse(record).getroot() for case in suite.iter("testcase")]
+    skipped = [str(skip.get("message")) for case in cases for skip in case.iter("skipped")]
+    yield {"tests": len(cases), "skipped": len(skipped)}
+    if skipped or not cases:
+        raise RuntimeError(f"{len(skipped)} of {len(cases)} tests were skipped: {'; '.join(sorted(set(skipped)))}")
+
+
 def part(name: str, device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """One part, in a process of its own."""
-    files = PARTS[name][2]
-    if not files:
-        yield from globals()[name](device, quick, rates)
-    elif device == "cuda":
-        paths = [str(report.ROOT / "tests/unit/ops/muon" / file) for file in files]
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths], check=True)
-        yield {"passed": " ".join(files)}
+    arguments = PARTS[name][2]
+    yield from tests(arguments, device) if arguments else globals()[name](device, quick, rates)
 
 
 def gpu(
@@ -111,21 +200,25 @@ def gpu(
     device: Annotated[str, ("cuda", "cpu")] = "cuda",
     quick: bool = False,
     output: str = "",
+    keep: str = "",
 ) -> str:
-    """Everything on one GPU, in two calls of less than ten minutes, the most informative parts first.
+    """Everything on one GPU, in six calls of less than seven minutes, the most informative parts first.
 
     Each part has a process and a time limit of its own; where it fails its rows so far are kept, and the others go on.
-    The exit code is 1 then. With --device cpu --quick all of it but the tests runs on a CPU.
+    The exit code is 1 then. Results are written after every part. With --device cpu --quick all of it runs on a CPU,
+    but tests are only found.
 
     Args:
-        call: 1 products, exchange, Newton-Schulz, tests of kernels; 2 optimizers, training, tests of engines
+        call: 1 tests of kernels; 2 exchange and resume; 3 Newton-Schulz, optimizers; 4 tests of engines; 5 Muon's share
+            of a step; 6 a profile
         parts: these instead of those of the call
         device: where
         quick: tiny sizes, to see that it runs
         output: base name of the result files; by default the GPU's
+        keep: a folder that gets a copy of the result files after every part
     """
     name = output or f"gpu-{report.slug(torch.cuda.get_device_name() if device == 'cuda' else 'cpu')}-{call}"
-    rates, rows, failed = measure(1, 8, device), [], []
+    rates, rows, failed, text = measure(1, 8, device), [], [], ""
     sections = [str(rates)]
     for of in parts or [of for of, (number, *_) in PARTS.items() if number == call]:
         setting = {"name": of, "device": device, "quick": quick, "rates": dataclasses.asdict(rates)}
@@ -138,8 +231,12 @@ def gpu(
         rows += [{"part": of} | row for row in found]
         sections.append(f"## {of}\n\n{report.table(found)}")
         print(sections[-1], flush=True)
-    sections.append(f"FAILED: {', '.join(failed)}" if failed else "Nothing failed.")
-    text = report.write(name, f"One GPU: {name}", rows, *sections)
+        verdict = f"FAILED: {', '.join(failed)}" if failed else "Nothing failed."
+        text = report.write(name, f"One GPU: {name}", rows, *sections, verdict)
+        if keep:
+            Path(keep).mkdir(parents=True, exist_ok=True)
+            for file in report.RESULTS.glob(f"{name}.*"):
+                shutil.copy(file, keep)
     if failed:
         raise SystemExit(text)
     return text
