@@ -183,7 +183,10 @@ def late() -> Iterator[Callable[..., list[Any]]]:
     def run(fn: Callable[..., Any], world_size: int, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
         if world_size not in pools or pools[world_size].closed:  # by a failure
             pools[world_size] = Pool(world_size, {"TEST_DEVICE": "late"})
-        return pools[world_size].run(fn, kwargs, timeout)
+        try:
+            return pools[world_size].run(fn, kwargs, timeout)
+        except BrokenPipeError:  # the device's threads ended an idle rank
+            return run(fn, world_size, timeout, **kwargs)
 
     yield run
     for pool in pools.values():
