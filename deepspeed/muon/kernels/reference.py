@@ -235,7 +235,10 @@ def multiply(p: Tensor, x: Tensor, out: Tensor, work: Workspace, shift: float = 
     # eigenvalue.
     (base, is_transposed), (result, _) = base_of(x), base_of(out)
     left, right = (base, p) if is_transposed else (p, base)
-    torch.baddbmm(base, left, right, beta=shift, out=result)
+    if shift:
+        torch.baddbmm(base, left, right, beta=shift, out=result)
+    else:  # baddbmm would copy X first
+        torch.bmm(left, right, out=result)
     return out
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -185,7 +186,8 @@ def late() -> Iterator[Callable[..., list[Any]]]:
             pools[world_size] = Pool(world_size, {"TEST_DEVICE": "late"})
         try:
             return pools[world_size].run(fn, kwargs, timeout)
-        except BrokenPipeError:  # the device's threads ended an idle rank
+        except BrokenPipeError:  # a rank ended while no job ran on it
+            warnings.warn(f"ranks ended with {[rank.code for rank in pools[world_size].ranks]}", stacklevel=2)
             return run(fn, world_size, timeout, **kwargs)
 
     yield run
