@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.paths import BENCHMARKS, ROOT
 
@@ -125,6 +126,12 @@ def test_a_part_of_gpu_that_fails_is_told_and_the_others_go_on(monkeypatch: pyte
     monkeypatch.setattr(ranks, "run", run)
     with pytest.raises(SystemExit, match=r"(?s)1 x 2 x 3.*in place.*FAILED: newton_schulz"):
         gpu.gpu(parts=("newton_schulz", "exchange"), device="cpu", output="test")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these tests run on this machine")
+def test_tests_that_skip_fail_their_part_of_gpu_with_the_reason() -> None:
+    with pytest.raises(RuntimeError, match=r"tests were skipped: .*needs an NVIDIA GPU"):
+        list(gpu.tests(gpu.PARTS["kernel_tests"][2], "cuda"))
 
 
 def fail(rows: int) -> Iterator[int]:

@@ -155,6 +155,14 @@ def test_share_of_four_ranks_has_the_exchange(plan: Command) -> None:
     assert share["by_tokens"][1]["counted"] == pytest.approx(muon / (muon + training))
 
 
+@pytest.mark.parametrize(
+    ("flags", "nbytes"), [("", 3.28e9 * 3 / 7), ("--world-size 64", 3.28e9), ("--device cpu", 0.0), ("--stage 0", 0.0)]
+)
+def test_the_memory_of_nccl_is_counted_where_ranks_exchange_over_it(flags: str, nbytes: float, plan: Command) -> None:
+    assert plan("--json", *flags.split()).facts["per_rank"]["nccl_bytes"] == pytest.approx(nbytes)
+    assert ("NCCL_MAX_P2P_NCHANNELS" in plan(*flags.split()).out) == (nbytes > 0)
+
+
 def test_the_table_of_shares_has_a_column_for_the_given_tokens(plan: Command) -> None:
     out = plan("--world-size", 1, "--device", "cpu", "--tokens", 20).out
     titles, shares = (
