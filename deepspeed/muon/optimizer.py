@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from deepspeed.muon.config.presets import naming_preset_keys
 from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.errors import UnsupportedError
+from deepspeed.muon.errors import UnsupportedError, logger
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.kernels.workspace import Workspace
-from deepspeed.muon.log import logger
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
 from deepspeed.muon.math.newton_schulz import DTYPES

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from deepspeed.muon.config.messages import ELSEWHERE, nearest
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, is_harmless
-from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.log import listed, logger
+from deepspeed.muon.errors import MuonConfigError, listed, logger
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.matrices.routing import shapes
 from deepspeed.muon.matrices.splitting import MatrixSpec, first_match

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.log import logger
+from deepspeed.muon.errors import logger
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, storage_dtype, zero_codes
 from deepspeed.muon.step.normuon_moments import SAVED

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import psutil
 
-from deepspeed.muon.log import logger
+from deepspeed.muon.errors import logger
 
 #: Seconds after which a waiting process logs that it waits, and after which it gives up: less than the 30 minutes that
 #: ranks give each other to get ready, so that all of them can continue with plain PyTorch.

@@ -19,8 +19,8 @@ import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 from packaging.version import Version
 
+from deepspeed.muon.errors import logger
 from deepspeed.muon.kernels.build_lock import build_lock
-from deepspeed.muon.log import logger
 
 #: ATen's name for the vector instructions of a CPU -> the compiler flags with which ATen's own files use them.
 CAPABILITIES: dict[str, tuple[str, ...]] = {

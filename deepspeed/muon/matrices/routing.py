@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.log import listed
+from deepspeed.muon.errors import MuonConfigError, listed
 from deepspeed.muon.matrices.heads import is_projection
 from deepspeed.muon.matrices.lora import Factor, lora_factors
 from deepspeed.muon.matrices.output_heads import find_output_heads

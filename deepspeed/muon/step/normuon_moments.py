@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.muon.errors import logger
 from deepspeed.muon.exchange.exchange import Exchange
-from deepspeed.muon.log import logger
 
 #: The key of a saved group under which matrix name -> second moments are stored, for all matrices.
 SAVED = "second_moments"

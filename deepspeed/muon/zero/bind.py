@@ -12,10 +12,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.config.types import GROUP_KEYS
-from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.errors import MuonConfigError, log_if_slow
 from deepspeed.muon.exchange.groups import union
 from deepspeed.muon.kernels import selection
-from deepspeed.muon.log import log_if_slow
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.monitor import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam

@@ -21,9 +21,8 @@ from torch import nn
 
 from deepspeed.muon.config.messages import FILLED_BY, nearest
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError, UnsupportedError
+from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError, UnsupportedError, logger
 from deepspeed.muon.kernels.build_lock import wait_for_torch
-from deepspeed.muon.log import logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.param_groups import check_patterns
 from deepspeed.muon.seam import Seam, replace, replaced

@@ -17,8 +17,7 @@ import torch
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
-from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.log import logger
+from deepspeed.muon.errors import MuonConfigError, logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 #: DeepSpeed's schedule -> its parameters that are learning rates; other parameters are relative or counts.

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.muon.errors import logger
 from deepspeed.muon.kernels.selection import summary
-from deepspeed.muon.log import logger
 from deepspeed.muon.math.scale import SCALES, update_rms
 from deepspeed.muon.matrices.pipeline import stages_of
 from deepspeed.muon.matrices.routing import head_note

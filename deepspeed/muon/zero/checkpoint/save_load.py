@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.errors import CheckpointError, logger
 from deepspeed.muon.exchange.groups import gathered
-from deepspeed.muon.log import logger
 from deepspeed.muon.zero.checkpoint.engine import SafeFiles
 from deepspeed.muon.zero.checkpoint.fit import fitting_zero_state, loads_states, misfit
 from deepspeed.muon.zero.checkpoint.states_by_name import load_by_name

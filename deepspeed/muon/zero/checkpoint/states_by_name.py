@@ -30,9 +30,8 @@ import torch
 from deepspeed.checkpoint import constants
 from torch import Tensor
 
-from deepspeed.muon.errors import CheckpointError, ImportStateError
+from deepspeed.muon.errors import CheckpointError, ImportStateError, listed, logger
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.log import listed, logger
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import NAMES, read_mapped, saved_groups

@@ -18,8 +18,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.muon.errors import ImportStateError, UnsupportedError
-from deepspeed.muon.log import logger
+from deepspeed.muon.errors import ImportStateError, UnsupportedError, logger
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.matrices.splitting import MatrixSpec
 from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of

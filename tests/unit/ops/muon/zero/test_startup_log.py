@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import deepspeed.muon
-from deepspeed.muon.log import log_if_slow
+from deepspeed.muon.errors import log_if_slow
 from helpers.distributed import run
 from helpers.logs import logged, logged_at_start
 from helpers.paths import ROOT
@@ -110,7 +110,7 @@ def test_three_lines_of_log_on_rank_0() -> None:
 def test_what_takes_long_at_the_start_is_told() -> None:
     for waiting, rank, expected in ((0.0, True, 0), (0.06, True, 1), (0.06, False, 0)):
         with pytest.MonkeyPatch.context() as patch, logged() as said:
-            patch.setattr("deepspeed.muon.log.SLOW", 0.05)
+            patch.setattr("deepspeed.muon.errors.SLOW", 0.05)
             with log_if_slow("planning the exchange", rank):
                 time.sleep(waiting)
         assert len(said) == expected
