@@ -64,11 +64,11 @@ def rank(arguments: list[str], variant: str, nearest: bool) -> None:
     import train as example
 
     if nearest:  # of the PyTorch operations, which then are those in use
-        from deepspeed.muon.kernels import reference, selection
+        from deepspeed.muon.kernels import kernel_set, selection
 
-        reference.round_ = lambda target, source, noise, spare: target.copy_(source)
-        reference.noise = lambda out, spare, key, first: out.fill_(2**15)
-        selection.choose = lambda unavailable: reference.OPERATIONS  # type: ignore[attr-defined]
+        kernel_set.round_ = lambda target, source, noise, spare: target.copy_(source)
+        kernel_set.noise = lambda out, spare, key, first: out.fill_(2**15)
+        selection.choose = lambda unavailable: kernel_set.OPERATIONS  # type: ignore[attr-defined]
     train = example.train
 
     def checked(engine: Any, *rest: Any) -> None:

@@ -10,9 +10,8 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.rates import DTYPES, Rates, alternate, measure, summary
 from benchmarks.roofline import has_symmetric, least_flops
-from deepspeed.muon.kernels import reference, selection, triton_table
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels import kernel_set, selection, triton_table
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
 
@@ -33,12 +32,12 @@ class Candidate(NamedTuple):
 
 def tables(device: str) -> dict[str, Operations]:
     """Our tables of operations that run here by name, the fastest last."""
-    found = {"torch": reference.OPERATIONS}
+    found = {"torch": kernel_set.OPERATIONS}
     if device == "cpu":
         table = selection.choose(selection.unavailable_kernels("auto", ["cpu"]))
-        return found if table is reference.OPERATIONS else found | {"C++": table}
+        return found if table is kernel_set.OPERATIONS else found | {"C++": table}
     if triton_table.unavailable() is None:
-        found["triton"] = triton_table.operations(reference.OPERATIONS)
+        found["triton"] = triton_table.operations(kernel_set.OPERATIONS)
     return found
 
 

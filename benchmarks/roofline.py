@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from benchmarks.rates import DTYPES, Rates
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, lay_out, step_cost
-from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels import kernel_set
+from deepspeed.muon.kernels.kernel_set import Operations
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import flops, method_of
 from deepspeed.muon.matrices.block import Block
@@ -51,7 +51,7 @@ def least_flops(rows: int, cols: int, method: str = "auto", dtype: str = "bf16",
 
 def has_symmetric(kernels: Operations) -> bool:
     """Whether a table computes symmetric products by a kernel of its own."""
-    return kernels.square is not reference.square
+    return kernels.square is not kernel_set.square
 
 
 def muon_group(matrices: Matrices) -> GroupSpec:

@@ -291,9 +291,9 @@ def rank(**setting: Any) -> dict[str, Any]:
         sent["state bytes/parameter"] = job.world * sum(state.values()) / job.parameters
         first = {"resident MB": resident, "state keys": " ".join(sorted(state))}
         if VARIANTS[job.variant].is_ours:
-            from deepspeed.muon.kernels import reference
+            from deepspeed.muon.kernels import kernel_set
 
-            symmetric = optimizer.context.kernels.square is not reference.square
+            symmetric = optimizer.context.kernels.square is not kernel_set.square
             buckets = sum(bucket.travels for plan in optimizer.plans for bucket in plan.buckets)
             first |= {"kernels": optimizer.context.kernels.name, "symmetric": symmetric, "buckets": buckets}
             elements = sum(plan.sent_elements for plan in optimizer.plans)

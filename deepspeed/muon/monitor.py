@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.exchange.groups import all_maxima, summed
-from deepspeed.muon.kernels.reference import chunks
+from deepspeed.muon.kernels.kernel_set import chunks
 
 #: Name of a phase of a step -> a context manager, in which the phase runs.
 Phase = Callable[[str], AbstractContextManager]

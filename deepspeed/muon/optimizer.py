@@ -19,7 +19,7 @@ from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
 from deepspeed.muon.math.newton_schulz import DTYPES

@@ -16,7 +16,7 @@ from torch import Tensor
 from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange.buffers import BucketBuffers
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.plan.plan import Plan
 
 OUT_OF_MEMORY = (

@@ -19,7 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed.muon.kernels.workspace import has_fp64
+from deepspeed.muon.kernels.kernel_set import has_fp64
 
 #: An answer that is equal on all ranks. Only :func:`agreed` makes one.
 Agreed = NewType("Agreed", bool)

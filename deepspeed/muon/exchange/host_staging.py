@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.plan.bucket import Bucket
 
 

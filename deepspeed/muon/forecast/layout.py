@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.kernels.codes import block_count
+from deepspeed.muon.kernels.rounding import block_count
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import exact_method, method_of
 from deepspeed.muon.math.scale import scale_factor

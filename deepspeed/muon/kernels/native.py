@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import KernelError
-from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels import kernel_set
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
 
 
 class Apart(NamedTuple):
@@ -70,26 +69,26 @@ def table(module: Any) -> Operations:
         def call(*args: Any) -> None:
             # A C++ function returns false, and has done nothing, if it does not support its arguments.
             if not compiled(*args[:-1]):
-                getattr(reference, name)(*args)
+                getattr(kernel_set, name)(*args)
 
         return call
 
     def symmetric(name: str, x: Tensor, work: Workspace) -> Tensor | Apart:
-        rest = reference.symmetric(name, x, work)
+        rest = kernel_set.symmetric(name, x, work)
         if not module.multiplies_apart(x):
             return rest
         return Apart(rest, work.get(f"{name} diagonal", tuple(rest.shape[:2]), torch.float32, x.device))
 
     def square(x: Tensor, out: Any, work: Workspace) -> None:
         if not module.square(x, _parts(out)):
-            reference.square(x, out, work)
+            kernel_set.square(x, out, work)
 
     def product(a: Any, b: Any, out: Any, work: Workspace, alpha: float = 1.0, beta: float = 0.0) -> None:
         if not module.product(_parts(a), _parts(b), _parts(out), alpha, beta):
-            reference.product(a, b, out, work, alpha, beta)
+            kernel_set.product(a, b, out, work, alpha, beta)
 
     def multiply(p: Any, x: Tensor, out: Tensor, work: Workspace, shift: float = 0.0) -> Tensor:
-        return out if module.multiply(_parts(p), x, out, shift) else reference.multiply(p, x, out, work, shift)
+        return out if module.multiply(_parts(p), x, out, shift) else kernel_set.multiply(p, x, out, work, shift)
 
     return Operations(
         name=f"C++ ({module.cpu_capability})",
@@ -98,9 +97,11 @@ def table(module: Any) -> Operations:
         advance_codes=without_workspace("advance_codes"),
         apply_=without_workspace("apply_"),
         copy_rounded=without_workspace("copy_rounded"),
-        normalize=lambda x, out, norm=1.0: out if module.normalize(x, out, norm) else reference.normalize(x, out, norm),
+        normalize=lambda x, out, norm=1.0: (
+            out if module.normalize(x, out, norm) else kernel_set.normalize(x, out, norm)
+        ),
         symmetric=symmetric,
-        diagonal=lambda matrix: matrix.diagonal if isinstance(matrix, Apart) else reference.diagonal(matrix),
+        diagonal=lambda matrix: matrix.diagonal if isinstance(matrix, Apart) else kernel_set.diagonal(matrix),
         square=square,
         product=product,
         multiply=multiply,

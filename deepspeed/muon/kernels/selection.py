@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed.muon.kernels import native, reference, triton_table
-from deepspeed.muon.kernels.table import Operations
+from deepspeed.muon.kernels import kernel_set, native, triton_table
+from deepspeed.muon.kernels.kernel_set import Operations
 
 #: Device type -> why its fast kernels cannot be used; ``None`` if they can.
 Unavailable = dict[str, str | None]
@@ -42,7 +42,7 @@ def choose(unavailable: Unavailable) -> Operations:
 
     Each call of an operation runs the kernel for the device of its tensors.
     """
-    table = native.operations() if _is_usable(unavailable, "cpu") else reference.OPERATIONS
+    table = native.operations() if _is_usable(unavailable, "cpu") else kernel_set.OPERATIONS
     return triton_table.operations(table) if _is_usable(unavailable, "cuda") else table
 
 

@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs
 """The elementwise kernels of a step in Triton: each reads and writes every element once.
 
-The functions do the same as those of the same names in :mod:`deepspeed.muon.kernels.reference`, for contiguous tensors
+The functions do the same as those of the same names in :mod:`deepspeed.muon.kernels.kernel_set`, for contiguous tensors
 on one device. Sums of products are explicit fused multiply-adds, so that bits do not depend on what a compiler fuses.
 
 At ZeRO stage 3 a rank holds a piece (run) of every matrix. One launch per run would take most of a small model's step,
@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.muon.kernels import codes
+from deepspeed.muon.kernels import rounding
+from deepspeed.muon.kernels.kernel_set import Tiles, Workspace
 from deepspeed.muon.kernels.rounding import LARGEST, MULTIPLIERS, SHIFTS, Key, signed
-from deepspeed.muon.kernels.table import Tiles
-from deepspeed.muon.kernels.workspace import Workspace
 
 #: Compiler options. The compiler must not fuse operations by itself, because bits must not depend on its version.
 OPTIONS = {"enable_fp_fusion": False}
@@ -37,7 +36,11 @@ GRID = 65_535
 _FIRST_SHIFT, _SECOND_SHIFT = (tl.constexpr(shift) for shift in SHIFTS)
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = (tl.constexpr(multiplier % 2**32) for multiplier in MULTIPLIERS)
 _LARGEST = tl.constexpr(LARGEST)
-_CODE_BLOCK, _LEVELS, _SMALLEST = tl.constexpr(codes.BLOCK), tl.constexpr(codes.LEVELS), tl.constexpr(codes.SMALLEST)
+_CODE_BLOCK, _LEVELS, _SMALLEST = (
+    tl.constexpr(rounding.BLOCK),
+    tl.constexpr(rounding.LEVELS),
+    tl.constexpr(rounding.SMALLEST),
+)
 _UNIT = tl.constexpr(2.0**-16)
 
 
@@ -76,7 +79,7 @@ def _lerp(start, end, weight):
 
 @triton.jit
 def _average(buffer, grad, momentum, rate, NESTEROV: tl.constexpr):
-    """Return (new momentum, input of Newton-Schulz) as ``reference.advance`` computes them. ``rate``: 1 - momentum."""
+    """Return (new momentum, input of Newton-Schulz) as ``kernel_set.advance`` computes them. ``rate``: 1 - momentum."""
     buffer = _lerp(buffer, grad, rate)
     ahead = buffer
     if NESTEROV:
@@ -139,7 +142,7 @@ def advance_kernel(
 
 @triton.jit
 def _value(code, absmax):
-    """Return the value of an int8 code, as in :func:`deepspeed.muon.kernels.codes.decode`."""
+    """Return the value of an int8 code, as in :func:`deepspeed.muon.kernels.rounding.decode`."""
     return code.to(tl.float32) * (1.0 / _LEVELS) * absmax
 
 
@@ -278,7 +281,7 @@ def _grid(numel: int) -> tuple[int]:
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.advance`."""
+    """Do the same as :func:`deepspeed.muon.kernels.kernel_set.advance`."""
     numel, rate = buffer.numel(), 1.0 - momentum
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
@@ -288,7 +291,7 @@ def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov
 def advance_rounded(
     buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
 ) -> None:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.advance_rounded`, with the same random bits."""
+    """Do the same as :func:`deepspeed.muon.kernels.kernel_set.advance_rounded`, with the same random bits."""
     numel, rate, first_key = buffer.numel(), 1.0 - momentum, signed(key[0] + first)
     advance_kernel[_grid(numel)](
         buffer, grad, out, None, numel, momentum, rate, first_key, key[1], nesterov, False, BLOCK, **OPTIONS
@@ -306,8 +309,8 @@ def advance_codes(
     first: int,
     work: Workspace,
 ) -> None:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.advance_codes`, with the same random bits."""
-    numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // codes.BLOCK
+    """Do the same as :func:`deepspeed.muon.kernels.kernel_set.advance_codes`, with the same random bits."""
+    numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // rounding.BLOCK
     first_key = signed(key[0] + first)
     advance_codes_kernel[_grid(numel)](
         codes_, absmax, grad, out, numel, momentum, rate, first_key, key[1], nesterov, rows, **OPTIONS
@@ -317,13 +320,13 @@ def advance_codes(
 def apply_(
     param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
 ) -> None:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.apply_`."""
+    """Do the same as :func:`deepspeed.muon.kernels.kernel_set.apply_`."""
     numel, keep = param.numel(), 1.0 - lr * weight_decay
     apply_kernel[_grid(numel)](param, update, None, numel, keep, -lr * scale, cautious, False, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.normalize`."""
+    """Do the same as :func:`deepspeed.muon.kernels.kernel_set.normalize`."""
     numel = x.size(1) * x.size(2)
     parts = triton.cdiv(numel, SUM_BLOCK)
     for matrices, results in zip(x.split(GRID), out.split(GRID), strict=True):
@@ -340,7 +343,7 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
     """Split runs, contiguous pieces of a flat shard, into :class:`Tiles` of at most ``BLOCK`` elements.
 
-    The table takes 24 bytes per tile. ``runs``: as in :func:`deepspeed.muon.kernels.reference.tiles`.
+    The table takes 24 bytes per tile. ``runs``: as in :func:`deepspeed.muon.kernels.kernel_set.tiles`.
     """
     starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 3)
     counts = -(-starts[:, 2] // BLOCK)
@@ -352,7 +355,7 @@ def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.advance_runs`, in one launch."""
+    """Do the same as :func:`deepspeed.muon.kernels.kernel_set.advance_runs`, in one launch."""
     grid, rate = (tiles.table.size(0),), 1.0 - momentum
     with torch.cuda.device_of(buffer):
         advance_kernel[grid](
@@ -363,7 +366,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, moment
 def apply_runs_(
     param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Do the same as :func:`deepspeed.muon.kernels.reference.apply_runs_`, in one launch."""
+    """Do the same as :func:`deepspeed.muon.kernels.kernel_set.apply_runs_`, in one launch."""
     grid, keep = (tiles.table.size(0),), 1.0 - lr * weight_decay
     with torch.cuda.device_of(param):
         apply_kernel[grid](

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.codes import block_count
-from deepspeed.muon.kernels.table import Operations, RunOperations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels import kernel_set
+from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Workspace
+from deepspeed.muon.kernels.rounding import block_count
 from deepspeed.muon.numerics import fixed_numerics
 
 FP32, BF16, INT8 = (torch.float32,), (torch.bfloat16,), (torch.int8,)
@@ -36,7 +35,7 @@ def unavailable() -> str | None:
         return "no NVIDIA or AMD GPU"
     if not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than Ampere"
-    reason = why_wrong(lambda: operations(reference.OPERATIONS))
+    reason = why_wrong(lambda: operations(kernel_set.OPERATIONS))
     return reason and f"Triton's kernels fail: {reason}"
 
 
@@ -48,7 +47,7 @@ def why_wrong(build: Callable[[], Operations]) -> str | None:
     differs from plain PyTorch's. This also compiles the kernels before the first step.
     """
     try:
-        found, expected = _results(build()), _results(reference.OPERATIONS)
+        found, expected = _results(build()), _results(kernel_set.OPERATIONS)
         for name, result in found.items():
             difference = float((result - expected[name]).norm() / expected[name].norm())
             if not difference <= TOLERANCE:
@@ -81,7 +80,7 @@ def _results(table: Operations) -> dict[str, Tensor]:
     for name, cautious in (("apply_", False), ("cautious apply_", True)):
         table.apply_(param, out, 0.1, 0.7, 5.0, cautious, work)
         results[name] = param.clone()
-    runs, half = table.runs or reference.RUNS, param.numel() // 2
+    runs, half = table.runs or kernel_set.RUNS, param.numel() // 2
     tiles = runs.tiles([(0, half, half), (half, 0, half)], param.device)
     runs.advance(param, grad, out, tiles, 0.9, True)
     results["advance of runs"] = torch.cat([param, out.float()])

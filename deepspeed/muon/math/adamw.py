@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.momentum_storage import Fragment
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.codes import BLOCK, block_count, decode, encode
+from deepspeed.muon.kernels.rounding import BLOCK, block_count, decode, encode
 
 #: Keys of a parameter's state: the momentum; or, in int8, its codes and the largest magnitude of each block.
 MOMENTUM, CODES, ABSMAX = "momentum_buffer", "momentum_codes", "momentum_absmax"

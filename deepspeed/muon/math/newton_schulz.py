@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace, matrices_together
+from deepspeed.muon.kernels import kernel_set
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, for_larger_norm, segments
 
 METHODS = ("standard", "gram")
@@ -105,7 +104,7 @@ def orthogonalize(
     method: str = "standard",
     dtype: torch.dtype | None = None,
     work: Workspace | None = None,
-    kernels: Operations = reference.OPERATIONS,
+    kernels: Operations = kernel_set.OPERATIONS,
 ) -> Tensor:
     """Orthogonalize each matrix of a batch in place: replace every singular value by a value near one.
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.reference import near_one_
-from deepspeed.muon.kernels.workspace import Workspace, has_fp64
+from deepspeed.muon.kernels.kernel_set import Workspace, has_fp64, near_one_
 from deepspeed.muon.math.wide_arithmetic import scale, sums_of_squares, widened
 
 #: Value of ``muon_eq`` -> whose norms become equal: 0 for each output's weights, 1 for each input's weights.

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.reference import CHUNK, chunks
+from deepspeed.muon.kernels.kernel_set import CHUNK, Operations, Workspace, chunks, is_accelerator
 from deepspeed.muon.kernels.rounding import Key
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace, is_accelerator
 
 #: Elements processed at a time on a CPU: they fit in its caches, and are enough work for all of its threads.
 CPU_CHUNK = 2**18

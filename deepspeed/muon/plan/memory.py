@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the peak of a step's scratch memory on one rank, without allocating anything.
 
-Names and sizes are those that a step requests from :class:`deepspeed.muon.kernels.workspace.Workspace`. Requests of one
+Names and sizes are those that a step requests from :class:`deepspeed.muon.kernels.kernel_set.Workspace`. Requests of one
 name share storage, so the peak is the sum of the largest request of each name. Not counted are the kilobytes of norms,
 and copies that an elementwise pass makes of columns to have them contiguous.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepspeed.muon.kernels.workspace import batch_limit
+from deepspeed.muon.kernels.kernel_set import batch_limit
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.plan.bucket import OwnedBlocks, batches_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread

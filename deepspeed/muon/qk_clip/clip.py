@@ -16,9 +16,8 @@ from deepspeed.muon.errors import UnsupportedError, logger
 from deepspeed.muon.exchange.buffers import grid_view
 from deepspeed.muon.exchange.groups import all_maxima
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.matrices.block import Piece
 from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.qk_clip.logits import Factors, clip_factors

@@ -14,9 +14,9 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels import kernel_set
+from deepspeed.muon.kernels.kernel_set import Operations
 from deepspeed.muon.kernels.selection import Unavailable
-from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.math.newton_schulz import exact_method, method_of
 from deepspeed.muon.math.scale import scale_factor
@@ -46,7 +46,7 @@ class StepContext:
     """
 
     is_logging: bool = True
-    kernels: Operations = reference.OPERATIONS
+    kernels: Operations = kernel_set.OPERATIONS
     dtype: str = "fp32"
     unavailable: Unavailable = field(default_factory=dict)
     threads: int | None = None

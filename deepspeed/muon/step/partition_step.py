@@ -25,8 +25,8 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.buffers import BucketBuffers, copy_from_grid, copy_to_grid
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Tiles
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, Blocks, State
 from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize

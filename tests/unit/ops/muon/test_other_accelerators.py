@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.replicas import check_agreement
 from helpers import late_device

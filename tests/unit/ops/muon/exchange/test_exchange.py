@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.muon.errors import DisagreementError, ExchangeError
 from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.host_staging import Staging
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.zero.consensus import agree, differences
 from helpers.collectives import recorded
 from helpers.distributed import RankError, run

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.muon.kernels import workspace
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels import kernel_set
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.plan import memory as module
 from deepspeed.muon.plan.memory import Memory, peak
@@ -91,7 +91,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
     original = binding.cost_model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(binding, "cost_model", lambda *args: replace(original(*args), device_type=device_type))
-        patch.setattr(workspace, "is_accelerator", lambda device: device_type != "cpu")
+        patch.setattr(kernel_set, "is_accelerator", lambda device: device_type != "cpu")
         engine, step = engine_on(shapes, optimizer=with_params(**params), **config)
         mode, optimizer = watched_step(engine, step), engine.basic_optimizer
     wire, is_plain = optimizer.config.wire, optimizer.context.kernels.name == "torch"
@@ -99,7 +99,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
     demands = [demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._steps.values()]
     with pytest.MonkeyPatch.context() as patch:
         if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not
-            patch.setattr(module, "batch_limit", lambda *sizes, **kw: workspace.batch_limit(*sizes[:-1], True, **kw))
+            patch.setattr(module, "batch_limit", lambda *sizes, **kw: kernel_set.batch_limit(*sizes[:-1], True, **kw))
         found = peak(demands, expected)
     plan = optimizer.plans[0]
     engine.destroy()
@@ -176,7 +176,7 @@ def released(cases: list[dict[str, Any]], accelerator: bool) -> list[list[tuple[
     """
     results: list[list[tuple[int, int, int]]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace, "is_accelerator", lambda device: accelerator)
+        patch.setattr(kernel_set, "is_accelerator", lambda device: accelerator)
         for case in cases:
             engine, step = engine_on([(64, 64), (128, 64), (64, 128)], **case)
             work = engine.basic_optimizer.workspace = Watched()
@@ -230,7 +230,7 @@ def test_plain_pytorch_holds_no_scratch_on_an_accelerator_either(monkeypatch: py
     optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=0.02)
     optimizer.workspace = work = Watched()
     for accelerator in (True, False):
-        monkeypatch.setattr(workspace, "is_accelerator", lambda device, answer=accelerator: answer)
+        monkeypatch.setattr(kernel_set, "is_accelerator", lambda device, answer=accelerator: answer)
         model(*model.batch(0)).backward()
         optimizer.step()
         assert (work.nbytes() == 0) is accelerator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import native
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
 from helpers.kernels import native_bf16, operands, randn, step

@@ -18,11 +18,10 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from deepspeed.muon.kernels import native, reference, triton_table
+from deepspeed.muon.kernels import kernel_set, native, triton_table
 from deepspeed.muon.kernels.builder import MuonBuilder
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
 
 has_triton = importlib.util.find_spec("triton") is not None and Version(version("triton")) >= Version("3.4")
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton 3.4 or later is not installed")
@@ -38,7 +37,7 @@ def interpreted_table() -> Operations:
 
     assert triton.knobs.runtime.interpret
     triton_table.is_on_gpu = lambda tensor: True
-    return triton_table.operations(reference.OPERATIONS)
+    return triton_table.operations(kernel_set.OPERATIONS)
 
 
 def native_bf16() -> bool:
@@ -84,7 +83,7 @@ def native_only(monkeypatch: pytest.MonkeyPatch) -> Operations:
     if native.unavailable() and not builder.is_compatible():
         pytest.skip(builder.error_log)
     table = native.operations()
-    twins = dict.fromkeys(OPERATIONS, _never) | {"symmetric": reference.symmetric, "diagonal": reference.diagonal}
+    twins = dict.fromkeys(OPERATIONS, _never) | {"symmetric": kernel_set.symmetric, "diagonal": kernel_set.diagonal}
     monkeypatch.setattr(native, "reference", SimpleNamespace(**twins))
     return table
 

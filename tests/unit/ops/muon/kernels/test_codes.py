@@ -7,16 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import reference
-from deepspeed.muon.kernels.codes import BLOCK, LEVELS, SMALLEST, block_count, decode, encode
-from deepspeed.muon.kernels.rounding import key_of, noise
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels import kernel_set
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.rounding import BLOCK, LEVELS, SMALLEST, block_count, decode, encode, key_of, noise
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, Blocks, Rows, zero_codes
 from helpers.kernels import FLOATS, is_interpreted, randn, relative
 
-SIZES = [1, 31, 127, 128, 129, 1000, reference.CPU_CHUNK + 77]
-LONG = reference.CPU_CHUNK + 1000
+SIZES = [1, 31, 127, 128, 129, 1000, kernel_set.CPU_CHUNK + 77]
+LONG = kernel_set.CPU_CHUNK + 1000
 LARGEST = torch.finfo(torch.float32).max
 Codes = tuple[Tensor, Tensor]
 
@@ -136,7 +134,7 @@ def codes_as_the_twin(kernels: Operations, numel: int, first: int, dtype: torch.
         absmax[block : block + 1] = magnitude
         grad[block * BLOCK : (block + 1) * BLOCK if block < 8 else 0] = 0.0
     found = []
-    for table in (reference.OPERATIONS, kernels):
+    for table in (kernel_set.OPERATIONS, kernels):
         out, state = torch.empty(2, numel), (codes.clone(), absmax.clone())
         for nesterov in (False, True):
             key = key_of("w", 3 + nesterov)

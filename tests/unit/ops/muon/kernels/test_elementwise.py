@@ -16,12 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed.muon.kernels import native, reference
+from deepspeed.muon.kernels import kernel_set, native
 from deepspeed.muon.kernels.builder import MuonBuilder
-from deepspeed.muon.kernels.codes import block_count
-from deepspeed.muon.kernels.rounding import key_of, noise, round_
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.rounding import block_count, key_of, noise, round_
 from helpers.kernels import (
     FLOATS,
     Interpret,
@@ -89,7 +87,7 @@ def test_momentum_is_an_average(on: Any, grad_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
 def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_dtype: torch.dtype) -> None:
     """Over several chunks, from an element in the middle; the look-ahead is that of the unrounded momentum."""
-    numel = 2 * reference.CPU_CHUNK + 1000
+    numel = 2 * kernel_set.CPU_CHUNK + 1000
     start, grad, out = randn(numel), randn(numel, seed=1, dtype=grad_dtype), torch.empty(numel)
     whole = start.bfloat16()
     momentum = whole.float().lerp(grad.float(), 0.05)
@@ -113,7 +111,7 @@ def round_as_the_twin(kernels: Operations, name: str, step: int, first: int) -> 
     outs = torch.empty(2, start.numel())
     for nesterov in (True, False):
         twin, ours = start.bfloat16(), start.bfloat16()
-        for table, kept, out in ((reference.OPERATIONS, twin, outs[0]), (kernels, ours, outs[1])):
+        for table, kept, out in ((kernel_set.OPERATIONS, twin, outs[0]), (kernels, ours, outs[1])):
             table.advance_rounded(kept, grad, out, 0.75, nesterov, key_of(name, step), first, Workspace())
         assert ours.view(torch.int16).equal(twin.view(torch.int16))
         assert outs[0, :-1].equal(outs[1, :-1])
@@ -128,7 +126,7 @@ def test_a_rounded_momentum_has_the_twins_bits(on: Any, first: int) -> None:
 
 
 def test_a_copy_is_rounded_with_the_same_random_numbers(kernels: Operations) -> None:
-    numel = 2 * reference.CPU_CHUNK + 1000
+    numel = 2 * kernel_set.CPU_CHUNK + 1000
     source, key = randn(numel), key_of("w", 3)
     bits, spare = torch.empty(2, numel, dtype=torch.int32)
     expected, target = torch.empty(2, numel, dtype=torch.bfloat16)
@@ -200,7 +198,7 @@ def test_norm_is_one_whatever_the_magnitude(kernels: Operations, dtype: torch.dt
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
     for exponent, shape in itertools.product(exponents, [(1, 6, 10), (3, 33, 7), (2, 130, 300)]):
         x = matrices(shape, 10.0**exponent, dtype)
-        expected, twin = exact(x), reference.normalize(x.clone(), x.clone())
+        expected, twin = exact(x), kernel_set.normalize(x.clone(), x.clone())
         assert kernels.normalize(x, x) is x
         torch.testing.assert_close(x.double(), expected, rtol=4 * tolerance, atol=1e-30)
         torch.testing.assert_close(x, twin, rtol=4 * tolerance, atol=1e-30)
@@ -281,7 +279,7 @@ def assert_twins(kernels: Operations, tensors: dict[str, Tensor]) -> None:
     """Every tensor after a step has the bits that PyTorch gives it."""
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     step(kernels, tensors)
-    step(reference.OPERATIONS, expected)
+    step(kernel_set.OPERATIONS, expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
@@ -342,15 +340,17 @@ TEMPORARIES = {"advance_rounded": 16, "cautious apply_": 5, "advance_codes": 16}
 
 @pytest.mark.parametrize("name", TEMPORARIES)
 def test_the_temporaries_of_pytorch_are_those_of_a_chunk(name: str) -> None:
-    for numel in (3 * reference.CPU_CHUNK, 10 * reference.CPU_CHUNK):
+    for numel in (3 * kernel_set.CPU_CHUNK, 10 * kernel_set.CPU_CHUNK):
         work, grad, out = Workspace(), torch.ones(numel), torch.empty(numel)
         codes = torch.ones(numel, dtype=torch.int8), torch.ones(block_count(numel))
         {
-            "advance_rounded": lambda: reference.advance_rounded(out.bfloat16(), grad, out, 0.9, True, (1, 2), 0, work),
-            "cautious apply_": lambda: reference.apply_(out, grad, 0.5, 1.0, 0.1, True, work),
-            "advance_codes": lambda: reference.advance_codes(*codes, grad, out, 0.9, True, (1, 2), 0, work),
+            "advance_rounded": lambda: kernel_set.advance_rounded(
+                out.bfloat16(), grad, out, 0.9, True, (1, 2), 0, work
+            ),
+            "cautious apply_": lambda: kernel_set.apply_(out, grad, 0.5, 1.0, 0.1, True, work),
+            "advance_codes": lambda: kernel_set.advance_codes(*codes, grad, out, 0.9, True, (1, 2), 0, work),
         }[name]()
-        assert work.nbytes() == TEMPORARIES[name] * reference.CPU_CHUNK
+        assert work.nbytes() == TEMPORARIES[name] * kernel_set.CPU_CHUNK
 
 
 # ---- many runs in one launch ------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def step_by_runs(lengths: list[int], gap: int, grad_dtype: torch.dtype, weight_d
     assert kernels.runs is not None and kernels.runs.fits(randn(3)) and not kernels.runs.fits(randn(3).bfloat16())
     before = [randn(size), randn(size, seed=1), randn(size, seed=2, dtype=grad_dtype), randn(sum(lengths), seed=3)]
     ours, single, twin = ([tensor.clone() for tensor in before] for _ in range(3))
-    for runs, (buffer, param, grad, out) in ((kernels.runs, ours), (reference.RUNS, twin)):
+    for runs, (buffer, param, grad, out) in ((kernels.runs, ours), (kernel_set.RUNS, twin)):
         tiles = runs.tiles(places, buffer.device)
         runs.advance(buffer, grad, out, tiles, 0.9, nesterov)
         runs.apply_(param, out, tiles, 0.1, 0.7, weight_decay, nesterov)

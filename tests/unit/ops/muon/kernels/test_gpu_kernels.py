@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import reference, triton_table
-from deepspeed.muon.kernels.codes import block_count
-from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels import kernel_set, triton_table
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.rounding import block_count, key_of
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import orthogonalize
 from helpers import kernels as helpers
@@ -33,7 +31,7 @@ randn = functools.partial(helpers.randn, device=GPU)
 def kernels() -> Operations:
     """Triton's table. A table that fails its check fails these tests, with the reason."""
     assert triton_table.unavailable() is None
-    return triton_table.operations(reference.OPERATIONS)
+    return triton_table.operations(kernel_set.OPERATIONS)
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
@@ -51,13 +49,13 @@ def test_elementwise_operations_are_those_of_the_cpu(kernels: Operations, dtype:
     tensors |= {"grad": tensors["grad"].to(dtype), "out": tensors["out"].float()}
     twins = {name: tensor.clone().cpu() for name, tensor in tensors.items()}
     step(kernels, tensors, 2**32 - 77)
-    step(reference.OPERATIONS, twins, 2**32 - 77)
+    step(kernel_set.OPERATIONS, twins, 2**32 - 77)
     for name, tensor in tensors.items():
         assert_near(tensor, twins[name])
     codes, magnitudes = torch.randint(-127, 128, (numel,), dtype=torch.int8), torch.rand(block_count(numel))
     for nesterov in (True, False):
         results = []
-        for table, device, grad in ((kernels, GPU, tensors["grad"]), (reference, "cpu", twins["grad"])):
+        for table, device, grad in ((kernels, GPU, tensors["grad"]), (kernel_set, "cpu", twins["grad"])):
             state = [part.clone().to(device) for part in (codes, magnitudes)]
             out = torch.empty(numel, device=device)
             table.advance_codes(*state, grad, out, 0.95, nesterov, key_of("w", 3), 2**32 - 77, work)
@@ -75,7 +73,7 @@ def test_slices_change_no_bit(kernels: Operations) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_normalization(table: str, dtype: torch.dtype) -> None:
     """The plain table too: its norm must not be rounded to bf16."""
-    chosen = reference.OPERATIONS if table == "torch" else triton_table.operations(reference.OPERATIONS)
+    chosen = kernel_set.OPERATIONS if table == "torch" else triton_table.operations(kernel_set.OPERATIONS)
     given = randn(5, 300, 500).double()
     given *= torch.tensor([1.0, 1e-25, 1e18, 1e-39, 0.0], dtype=torch.float64, device=GPU)[:, None, None]
     given = given.to(dtype)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import native, reference
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels import kernel_set, native
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
 from helpers.kernels import (
     BY,
     check_multiply,
@@ -32,16 +31,16 @@ ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 
 @pytest.fixture(params=ROUNDING, ids=str)
 def dtype(request: pytest.FixtureRequest, kernels: Operations) -> torch.dtype:
-    if kernels is not reference.OPERATIONS and request.param == torch.float16:
+    if kernels is not kernel_set.OPERATIONS and request.param == torch.float16:
         pytest.skip("the C++ kernels have no products of fp16")
-    if kernels is not reference.OPERATIONS and request.param == torch.bfloat16 and not native_bf16():
+    if kernels is not kernel_set.OPERATIONS and request.param == torch.bfloat16 and not native_bf16():
         pytest.skip("this CPU has no instructions for products of bf16")
     return request.param
 
 
 def tolerance(kernels: Operations, dtype: torch.dtype, depth: int) -> float:
     """Return the relative error that sums of ``depth`` products may have."""
-    if kernels is not reference.OPERATIONS or dtype != torch.bfloat16 or platform.machine() != "aarch64":
+    if kernels is not kernel_set.OPERATIONS or dtype != torch.bfloat16 or platform.machine() != "aarch64":
         return ROUNDING[dtype]
     # On Arm oneDNN rounds a sum to bf16 after each block of 128 or more products. After i of n blocks it is sqrt(i / n)
     # as large as in the end, so the squares of n errors add up to (n + 1) / 2 times the square of the last one.
@@ -63,7 +62,7 @@ def test_product(kernels: Operations, dtype: torch.dtype, size: int, same: bool)
     """Rounded, different factors commute nearly."""
     like = room(kernels, torch.empty(2, size, size, dtype=dtype))
     out = check_product(kernels, like, same, ROUNDING[dtype] * (1 if same else 2))
-    assert kernels is reference.OPERATIONS or parts(out)[0].equal(parts(out)[0].mT)
+    assert kernels is kernel_set.OPERATIONS or parts(out)[0].equal(parts(out)[0].mT)
 
 
 def test_a_matrix_has_equal_bits_in_any_batch_on_any_number_of_threads(kernels: Operations, dtype: torch.dtype) -> None:
@@ -81,7 +80,7 @@ def test_a_matrix_has_equal_bits_in_any_batch_on_any_number_of_threads(kernels: 
         expected, single = results(x), [results(one.clone()) for one in x.split(1)]
     with threads(2):
         assert all(map(torch.equal, results(x), expected))
-    if kernels is not reference.OPERATIONS:  # a library's kernels may differ by batch
+    if kernels is not kernel_set.OPERATIONS:  # a library's kernels may differ by batch
         assert all(map(torch.equal, map(torch.cat, zip(*single, strict=True)), expected))
 
 
@@ -106,7 +105,7 @@ def test_what_cpp_is_not_made_for_goes_to_the_twin(shape: Shape, dtype: torch.dt
     if reason := native.unavailable():
         pytest.skip(reason)
     x, results = randn(*shape, dtype=dtype), []
-    for kernels in (native.operations(), reference.OPERATIONS):
+    for kernels in (native.operations(), kernel_set.OPERATIONS):
         square, product = room(kernels, x), room(kernels, x)
         kernels.square(x, square, Workspace())
         kernels.product(square, square, product, Workspace(), *BY[1])
@@ -119,7 +118,7 @@ def test_a_script_may_switch_onednn_off(dtype: torch.dtype) -> None:
     """Its kernels raise then; products of 16 bits go to the twin."""
     x = randn(2, 32, 64, dtype=dtype)
     with torch.backends.mkldnn.flags(enabled=False):
-        gram, expected = room(native.operations(), x), room(reference.OPERATIONS, x)
+        gram, expected = room(native.operations(), x), room(kernel_set.OPERATIONS, x)
         native.operations().square(x, gram, Workspace())
-        reference.OPERATIONS.square(x, expected, Workspace())
+        kernel_set.OPERATIONS.square(x, expected, Workspace())
     torch.testing.assert_close(gram, expected, rtol=ROUNDING[dtype], atol=1e-2)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.codes import BLOCK, decode, encode
-from deepspeed.muon.kernels.rounding import key_of, noise, round_
+from deepspeed.muon.kernels.rounding import BLOCK, decode, encode, key_of, noise, round_
 
 MAX = torch.finfo(torch.bfloat16).max
 INT = torch.int32

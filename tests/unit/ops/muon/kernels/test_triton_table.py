@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
-from deepspeed.muon.kernels import reference, triton_table
+from deepspeed.muon.kernels import kernel_set, triton_table
 from deepspeed.muon.kernels import triton_elementwise as elementwise
-from deepspeed.muon.kernels.table import Operations
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Operations, Workspace
 from helpers.kernels import OPERATIONS, Interpret, interpreted_table, operands, randn, step
 
 # ---- what a table takes ---------------------------------------------------------------------------------------
@@ -29,7 +28,7 @@ def test_tensors_of_the_cpu_go_to_the_other_table() -> None:
     def noted(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             called.add(name)
-            return getattr(reference, name)(*args, **kwargs)
+            return getattr(kernel_set, name)(*args, **kwargs)
 
         return call
 
@@ -65,7 +64,7 @@ def test_no_number_of_matrices_is_too_many_for_a_grid(monkeypatch: pytest.Monkey
     for name in [name for name in vars(elementwise) if name.endswith("_kernel")]:
         monkeypatch.setattr(elementwise, name, launches)
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
-    x, table = torch.zeros(batch, 2, 3), triton_table.operations(reference.OPERATIONS)
+    x, table = torch.zeros(batch, 2, 3), triton_table.operations(kernel_set.OPERATIONS)
     assert table.normalize(x, x) is x
     counted = sum(grid[1] for grid in launches.grids if len(grid) > 1)
     assert counted == 2 * batch, "the two passes of the normalization that have a program for each part of a matrix"
@@ -84,7 +83,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
     passes = ("advance", "advance_rounded", "advance_codes", "apply_", "normalize")
     for name in (*passes, "tiles", "advance_runs", "apply_runs_"):
-        monkeypatch.setattr(elementwise, name, getattr(reference, name))
+        monkeypatch.setattr(elementwise, name, getattr(kernel_set, name))
 
 
 def chosen() -> str:
@@ -94,7 +93,7 @@ def chosen() -> str:
     unavailable = selection.unavailable_kernels("auto", ["cuda"])
     table = selection.choose(unavailable)
     if unavailable["cuda"]:
-        assert table is reference.OPERATIONS
+        assert table is kernel_set.OPERATIONS
     return selection.summary(table, unavailable)
 
 
@@ -115,7 +114,7 @@ def test_a_kernel_that_raises_or_errs_is_a_reason(gpu: None, name: str, monkeypa
     assert (
         chosen() == "torch (faster kernels are not used; cuda: Triton's kernels fail: RuntimeError: misaligned address)"
     )
-    original = getattr(reference, name)
+    original = getattr(kernel_set, name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         result = original(*args)
@@ -132,7 +131,7 @@ def test_a_kernel_that_raises_or_errs_is_a_reason(gpu: None, name: str, monkeypa
 
 
 def test_a_kernel_that_is_not_cautious_is_a_reason(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "apply_", lambda *args: reference.apply_(*args[:5], False, Workspace()))
+    monkeypatch.setattr(elementwise, "apply_", lambda *args: kernel_set.apply_(*args[:5], False, Workspace()))
     assert "the result of cautious apply_ is wrong, by " in chosen()
 
 
@@ -165,7 +164,7 @@ def checked() -> str | None:
     """Triton's own kernels, interpreted."""
     interpreted_table()
     triton_table.DEVICE, triton_table.SHAPE = "cpu", (32, 64)
-    return triton_table.why_wrong(lambda: triton_table.operations(reference.OPERATIONS))
+    return triton_table.why_wrong(lambda: triton_table.operations(kernel_set.OPERATIONS))
 
 
 def test_triton_passes_its_check(interpret: Interpret) -> None:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.kernels.reference import OPERATIONS, normalize
+from deepspeed.muon.kernels.kernel_set import OPERATIONS, Operations, normalize
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
-from deepspeed.muon.kernels.table import Operations
 from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, NORM, exact_method, flops, method_of, orthogonalize
 from helpers.kernels import native_bf16, relative

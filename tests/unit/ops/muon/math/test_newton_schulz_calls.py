@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels import reference as twins
-from deepspeed.muon.kernels import workspace
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
-from deepspeed.muon.kernels.workspace import Workspace
 from deepspeed.muon.math.coefficients import SIMPLE, Schedule, schedule
 from deepspeed.muon.math.newton_schulz import METHODS, flops, orthogonalize
 from helpers.kernels import relative
@@ -87,7 +87,7 @@ def test_a_cpu_works_on_few_large_matrices_at_a_time(monkeypatch: pytest.MonkeyP
     x = torch.randn(7, 16, 24, generator=generator(0))
     alone = torch.cat([orthogonalize(one.clone(), VARIED, method) for one in x.split(1)])
     nbytes = 2 * 4 * (16 * 24 + 2 * 16 * 16)
-    monkeypatch.setattr(workspace, "CACHED_BYTES", 3 * nbytes + 1)
+    monkeypatch.setattr(kernel_set, "CACHED_BYTES", 3 * nbytes + 1)
     counts: list[int] = []
 
     def normalize(part: Tensor, out: Tensor, norm: float) -> Tensor:
@@ -97,8 +97,8 @@ def test_a_cpu_works_on_few_large_matrices_at_a_time(monkeypatch: pytest.MonkeyP
     result = orthogonalize(x, VARIED, method, kernels=dataclasses.replace(twins.OPERATIONS, normalize=normalize))
     assert counts == [3, 3, 1]
     assert torch.equal(result, alone)
-    monkeypatch.setattr(workspace, "CACHED_BYTES", 1)
-    assert workspace.matrices_together(x, torch.float32) == torch.get_num_threads()
+    monkeypatch.setattr(kernel_set, "CACHED_BYTES", 1)
+    assert kernel_set.matrices_together(x, torch.float32) == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -109,10 +109,10 @@ def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
     x, held = torch.randn(7, 16, 24, generator=generator(0)), {}
     alone = torch.cat([orthogonalize(one.clone(), VARIED, method) for one in x.split(1)])
     one = 4 * (16 * 24 + 4 * 16 * 16)
-    monkeypatch.setattr(workspace, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(kernel_set, "is_accelerator", lambda device: True)
     for allowed, together in {1: 1, 2 * one + 1: 2, 3 * one: 3, 99 * one: 99}.items():
-        monkeypatch.setattr(workspace, "BATCH_BYTES", allowed)
-        assert workspace.matrices_together(x, torch.float32) == together
+        monkeypatch.setattr(kernel_set, "BATCH_BYTES", allowed)
+        assert kernel_set.matrices_together(x, torch.float32) == together
         work = Workspace()
         assert torch.equal(orthogonalize(x.clone(), VARIED, method, work=work), alone)
         held[together] = work.nbytes()
@@ -122,7 +122,7 @@ def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
 def test_an_accelerator_orthogonalizes_large_matrices_one_by_one() -> None:
     """Temporaries of 256 MiB, or of one matrix: bf16 matrices of models from 1B to 70B."""
     shapes = {(1024, 1024): 25, (2048, 8192): 4, (4096, 4096): 1, (14336, 4096): 1, (8192, 28672): 1}
-    assert {shape: workspace.batch_limit(math.prod(shape), min(shape), 2, True) for shape in shapes} == shapes
+    assert {shape: kernel_set.batch_limit(math.prod(shape), min(shape), 2, True) for shape in shapes} == shapes
 
 
 def test_a_workspace_reuses_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.rules import Rules, equalize, normuon, snap_norm
 from deepspeed.muon.math.scale import SCALES, scale_factor, update_rms

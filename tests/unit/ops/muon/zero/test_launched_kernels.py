@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.replicas import bind_without_sharding
 from deepspeed.muon.step.partition_step import PartitionStep
 from helpers.distributed import run
@@ -26,7 +26,7 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> dict[str, Tensor
     choose = module.choose
 
     def chosen(unavailable: Any) -> Any:
-        return dataclasses.replace(choose(unavailable), runs=reference.RUNS if together else None)
+        return dataclasses.replace(choose(unavailable), runs=kernel_set.RUNS if together else None)
 
     module.choose = chosen
     try:
@@ -70,14 +70,14 @@ def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.Monke
         assert not buffers.matrices.isnan().any()
 
     monkeypatch.setattr(PartitionStep, "_prepare", watched)
-    for runs in (None, reference.RUNS):
+    for runs in (None, kernel_set.RUNS):
         net = FixedGradients([(8, 16), (8, 16), (16, 8), (8, 16)])
         optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.1)
         net(net.gradients(0)).backward()
         initial = net.layers[1].weight.detach().clone()
         net.layers[1].weight.grad = None
         bind_without_sharding(optimizer, None)
-        kernels = dataclasses.replace(reference.OPERATIONS, runs=runs)
+        kernels = dataclasses.replace(kernel_set.OPERATIONS, runs=runs)
         optimizer.context = dataclasses.replace(optimizer.context, kernels=kernels)
         optimizer.bind(optimizer.all_partitions, optimizer.compute_device)
         optimizer.step()

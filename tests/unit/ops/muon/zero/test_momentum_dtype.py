@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.kernels.codes import BLOCK, block_count, encode
-from deepspeed.muon.kernels.rounding import key_of, noise, round_
+from deepspeed.muon.kernels.rounding import BLOCK, block_count, encode, key_of, noise, round_
 from helpers.distributed import run
 from helpers.engine_state import INT8, flat_tensors, kept_dtypes, local_states, named_states, state_sizes
 from helpers.models import MODELS, full_weights, train_engine

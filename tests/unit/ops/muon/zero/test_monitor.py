@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.muon import monitor
-from deepspeed.muon.kernels import reference
+from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.monitor import StepStats
 from deepspeed.muon.zero import engine_step
 from deepspeed.muon.zero.consensus import agree, raise_on_all_ranks
@@ -248,7 +248,7 @@ def test_what_has_no_value_is_left_out(alone: StepStats) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sizes_are_summed_by_chunks(dtype: torch.dtype, alone: StepStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "CPU_CHUNK", 100)
+    monkeypatch.setattr(kernel_set, "CPU_CHUNK", 100)
     generator = torch.Generator().manual_seed(0)
     weights, update = (torch.randn(512, generator=generator).to(dtype) for _ in range(2))
     alone.before_apply([(weights, update, 0.5)], lr=0.1, copies=1)

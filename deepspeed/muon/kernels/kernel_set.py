@@ -1,22 +1,160 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operation in plain PyTorch, for all devices and dtypes: the reference that faster kernels are tested against.
-
-Common arguments: ``work`` allocates temporaries. ``key``, from :func:`deepspeed.muon.kernels.rounding.key_of`, selects
-a sequence of random numbers for stochastic rounding, and ``first`` is the index in it of the first element. Elementwise
-functions take 1-D tensors of equal length; gradients and results may have any floating dtype.
-"""
+"""Kernel sets: the operations of a step by name, their plain torch versions, and the scratch memory they use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.codes import BLOCK, block_count, decode, encode
-from deepspeed.muon.kernels.rounding import Key, noise, round_
-from deepspeed.muon.kernels.table import Operations, RunOperations, Tiles, base_of
-from deepspeed.muon.kernels.workspace import Workspace
+from deepspeed.muon.kernels.rounding import BLOCK, Key, block_count, decode, encode, noise, round_
+
+#: Maximum bytes of the matrices, with temporaries, that a CPU orthogonalizes at a time, so that they stay in its caches
+#: from one product to the next: Newton-Schulz on matrices of 512 x 512 and more takes 5 to 10 % less time.
+CACHED_BYTES = 8 << 20
+#: Maximum bytes of the temporaries of the matrices that an accelerator orthogonalizes at a time, unless a single matrix
+#: needs more. Four matrices of 2048 x 8192 in bf16 need so much, and are enough work to keep it busy.
+BATCH_BYTES = 256 << 20
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is not the CPU."""
+    return device.type != "cpu"
+
+
+def has_fp64(device: torch.device) -> bool:
+    """Return whether every device of this type supports fp64: True for the CPU and for NVIDIA and AMD GPUs only."""
+    return device.type in ("cpu", "cuda")
+
+
+class Workspace:
+    """Scratch tensors, cached by name and grown on demand.
+
+    On a CPU they stay until :meth:`clear`, because page faults are slow. On an accelerator :meth:`release` frees them
+    after each step.
+    """
+
+    def __init__(self) -> None:
+        self._storage: dict[tuple, Tensor] = {}
+
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        pin: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return an uninitialized contiguous tensor, valid until the next request for this name, dtype and device.
+
+        ``pin``: copies a new CPU tensor to page-locked memory; ``None`` to use pageable memory.
+        """
+        numel, key = math.prod(shape), (name, dtype, device)
+        if key not in self._storage or self._storage[key].numel() < numel:
+            self._storage.pop(key, None)  # first, so that the two never exist at the same time
+            storage = torch.empty(numel, dtype=dtype, device=device)
+            self._storage[key] = storage if pin is None else pin(storage)
+        return self._storage[key][:numel].view(shape)
+
+    def release(self) -> None:
+        """Free the tensors on accelerators, so that the next forward and backward can use their memory."""
+        # Host memory stays: page faults and pinning are slow.
+        self._storage = {key: buffer for key, buffer in self._storage.items() if not is_accelerator(buffer.device)}
+
+    def clear(self) -> None:
+        """Free all tensors of the workspace."""
+        self._storage.clear()
+
+    def nbytes(self) -> int:
+        """Return how many bytes the tensors of the workspace take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
+
+
+def matrices_together(x: Tensor, dtype: torch.dtype) -> int:
+    """Return how many matrices of ``x``, ``[batch, rows, cols]``, Newton-Schulz should process at a time.
+
+    ``dtype``: that of the products.
+    """
+    rows, cols = x.shape[-2:]
+    return batch_limit(rows * cols, min(rows, cols), dtype.itemsize, is_accelerator(x.device))
+
+
+def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool) -> int:
+    """Return how many matrices of ``numel`` elements Newton-Schulz should process at a time, at least one.
+
+    If ``accelerator``, :data:`BATCH_BYTES` limits their temporaries. On a CPU :data:`CACHED_BYTES` limits the matrices
+    with their temporaries, but not to fewer than torch has threads.
+
+    ``small``: the number of rows of a Gram matrix. ``itemsize``: bytes of an element in the products.
+    """
+    nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
+    if accelerator:
+        return max(1, BATCH_BYTES // nbytes)
+    return max(torch.get_num_threads(), CACHED_BYTES // (nbytes + itemsize * numel))
+
+
+def base_of(x: Tensor) -> tuple[Tensor, bool]:
+    """Return (``x``, False) if ``x`` is contiguous, otherwise (``x.mT``, True), which must be contiguous."""
+    return (x, False) if x.is_contiguous() else (x.mT, True)
+
+
+class Tiles(NamedTuple):
+    """Runs, split into tiles, each for one GPU program. A run is a contiguous piece of a rank's flat ZeRO shard.
+
+    ``table``: int64, ``[tiles, 3]``, on the kernel's device: (start in the shard, start in the other tensor, length) of
+    each tile, in elements. The other tensor is the ``out`` of ``advance`` or the ``update`` of ``apply_``.
+    ``are_aligned``: whether all starts and lengths of runs are multiples of 16.
+    """
+
+    table: Tensor
+    are_aligned: bool
+
+
+@dataclass(frozen=True)
+class RunOperations:
+    """The kernels that do ``advance`` and ``apply_`` for many runs (see :class:`Tiles`) of a flat shard in one launch.
+
+    ``fits(tensor)`` returns whether they support its device, dtype and layout. ``tiles``, ``advance_runs`` and
+    ``apply_runs_`` in this file describe the other fields. One launch for each run gives the same bits.
+    """
+
+    fits: Callable[[Tensor], bool]
+    tiles: Callable[[Sequence[tuple[int, int, int]], torch.device], Tiles]
+    advance: Callable[..., None]
+    apply_: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """A table of kernels: one implementation, such as Triton's, of every operation in which a step spends its time.
+
+    The functions of the same names in this file describe the operations. An elementwise result depends only on
+    its element, not on where a slice begins, its length or the number of threads, so bits do not depend on how a matrix
+    is distributed over ranks.
+    """
+
+    name: str
+    advance: Callable[..., None]
+    advance_rounded: Callable[..., None]
+    advance_codes: Callable[..., None]
+    apply_: Callable[..., None]
+    copy_rounded: Callable[..., None]
+    normalize: Callable[..., Tensor]
+    #: Returns room for symmetric matrices, in the form that ``square``, ``product`` and ``multiply`` take.
+    symmetric: Callable[[str, Tensor, Workspace], Any]
+    diagonal: Callable[[Any], Tensor]
+    square: Callable[..., None]
+    product: Callable[..., None]
+    multiply: Callable[..., Tensor]
+    #: The dtype of the fastest products on this CPU.
+    fast_dtype: str = "fp32"
+    #: ``None`` on devices where launches are cheap; each run then has its own launch.
+    runs: RunOperations | None = None
+
 
 #: Number of elements that are processed at a time if temporaries are needed: on a CPU they fit in its cache, elsewhere
 #: they are so many that launches cost little.
