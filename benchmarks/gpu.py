@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import ns, optimizers, ranks, report, training
 from benchmarks.rates import Rates, measure, summary
-from deepspeed.muon.plan.bucket import Bucket, GridCopy
+from deepspeed.muon.exchange.bucket import Bucket, GridCopy
 
 Rows = Iterator[dict[str, Any]]
 #: Part -> its call, the seconds that it may take, and the arguments of pytest if it is tests.

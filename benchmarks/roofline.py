@@ -18,10 +18,10 @@ from benchmarks.rates import DTYPES, Rates
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import Operations
+from deepspeed.muon.layout.block import Block
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import flops, method_of
-from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.splitting import MatrixSpec
+from deepspeed.muon.model.splitting import MatrixSpec
 
 Matrices = Sequence[tuple[int, int]]
 SIMPLE = schedule("simple")

@@ -17,7 +17,7 @@ from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, STOCK_TUNING_KEYS
 from deepspeed.muon.math.coefficients import NAMED
-from deepspeed.muon.math.scale import SCALES, update_rms
+from deepspeed.muon.math.rules import SCALES, update_rms
 
 DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests" / "unit" / "ops" / "muon"

@@ -10,9 +10,9 @@ from deepspeed.muon.errors import (
     SeamError,
     UnsupportedError,
 )
-from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.routing import route
-from deepspeed.muon.matrices.splitting import MatrixSpec
+from deepspeed.muon.layout.block import Block
+from deepspeed.muon.model.routing import route
+from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.patches import activate, install, uninstall

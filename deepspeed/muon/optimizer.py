@@ -15,33 +15,32 @@ from torch import Tensor, nn
 from deepspeed.muon.config.presets import naming_preset_keys
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError, logger
-from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed, agreed
-from deepspeed.muon.exchange.host_staging import Staging
 from deepspeed.muon.exchange.partition import Partition, whole_partition
+from deepspeed.muon.exchange.plan import Plan
+from deepspeed.muon.exchange.run import Exchange, Staging
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.schedules import Schedules
-from deepspeed.muon.matrices.pipeline import stage_of
-from deepspeed.muon.matrices.routing import route, tag_parameters
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.monitor import Phase, StepStats
-from deepspeed.muon.numerics import fixed_numerics
-from deepspeed.muon.param_groups import (
+from deepspeed.muon.math.rules import Schedules
+from deepspeed.muon.model.param_groups import (
+    UserGroups,
     check_decay_rates,
     check_options,
     split_groups,
     warn_of_late_parameters,
     warn_of_odd_settings,
 )
-from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.model.projections import stage_of
+from deepspeed.muon.model.routing import route, tag_parameters
+from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.monitor import Phase, StepStats
+from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
 from deepspeed.muon.saved_state import SavedForm
-from deepspeed.muon.scheduler_view import UserGroups
 from deepspeed.muon.step.binding import StepContext, bind_partition, with_settings
 from deepspeed.muon.step.gradient_checks import are_finite, without_gradient
 from deepspeed.muon.step.normuon_moments import SecondMoments
@@ -63,7 +62,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             (:data:`deepspeed.muon.config.types.GROUP_KEYS`). The optimizer splits each group into two, its
             "halves": a Muon group and an AdamW group. A group's settings apply to both.
         model: the model that has the parameters. Its modules decide which parameters go to Muon, see
-            :func:`deepspeed.muon.matrices.routing.route`. A user may decide for a parameter by setting
+            :func:`deepspeed.muon.model.routing.route`. A user may decide for a parameter by setting
             ``param.use_muon``; the constructor sets it for all others.
         config: fields of :class:`deepspeed.muon.config.schema.MuonConfig`.
 

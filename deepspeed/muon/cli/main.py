@@ -21,6 +21,8 @@ from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.parser import REPORT, parser
 from deepspeed.muon.cli.plan_tables import aligned, plan_text, rows_of
 from deepspeed.muon.cli.report import as_text, check_launch, environment
+from deepspeed.muon.exchange.memory import Memory
+from deepspeed.muon.exchange.plan import without_collector
 from deepspeed.muon.forecast.estimate import (
     estimate,
     nccl_bytes,
@@ -31,9 +33,7 @@ from deepspeed.muon.forecast.estimate import (
     totals,
 )
 from deepspeed.muon.forecast.layout import group_specs
-from deepspeed.muon.matrices.routing import head_note
-from deepspeed.muon.plan.memory import Memory
-from deepspeed.muon.plan.plan import without_collector
+from deepspeed.muon.model.routing import head_note
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.states_by_name import import_stocks_muon
 from deepspeed.muon.zero.read_config import find_ds_config, parse_file, read_settings

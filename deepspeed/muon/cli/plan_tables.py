@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.muon.forecast.layout import GroupSpec, StepCost
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
-from deepspeed.muon.matrices.splitting import MatrixSpec
+from deepspeed.muon.model.splitting import MatrixSpec
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 #: More owners than this are counted instead of listed.

@@ -20,8 +20,7 @@ from deepspeed.muon.config.presets import PRESETS, filled_in, naming_preset_keys
 from deepspeed.muon.config.types import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
-from deepspeed.muon.math.rules import Rules
-from deepspeed.muon.math.schedules import Schedules
+from deepspeed.muon.math.rules import Rules, Schedules
 
 
 class MuonConfig(BaseModel):

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.muon.layout.placement import PlacedBlock, Placement, Shard
 from deepspeed.muon.math.momentum_storage import Fragment, Rows
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.model.splitting import MatrixSpec
 
 
 @dataclass(frozen=True)

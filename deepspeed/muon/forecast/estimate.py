@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.exchange.memory import Memory, PartitionDemand, Peak, peak
+from deepspeed.muon.exchange.plan import without_collector
 from deepspeed.muon.forecast.layout import GroupSpec, Layout, StepCost, StepPart, lay_out, step_cost
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
-from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.plan.memory import Memory, PartitionDemand, Peak, peak
-from deepspeed.muon.plan.plan import without_collector
+from deepspeed.muon.math.rules import scale_factor
 
 #: Bytes that NCCL takes for all-to-all on each of so many GPUs.
 NCCL_BYTES, RANKS_OF_A_NODE = 3.28e9, 8
@@ -138,7 +138,7 @@ def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict
     """Return what Muon costs in a step, in floating-point operations of the busiest rank.
 
     Of a symmetric product, only what kernels compute counts. Bytes and collectives count as the operations that the
-    device could do in the same time, according to the planner's :class:`deepspeed.muon.plan.cost.CostModel`. The
+    device could do in the same time, according to the planner's :class:`deepspeed.muon.exchange.plan.CostModel`. The
     exchange and Newton-Schulz overlap, except for one bucket's share of the shorter of the two.
 
     Args:

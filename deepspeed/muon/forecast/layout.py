@@ -15,19 +15,18 @@ from typing import NamedTuple
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.exchange.bucket import OwnedBlocks
+from deepspeed.muon.exchange.memory import Demand, demands_of
+from deepspeed.muon.exchange.plan import CostModel, GlobalPlan, cost_model, plan_partition
 from deepspeed.muon.kernels.rounding import block_count
+from deepspeed.muon.layout.block import Block
+from deepspeed.muon.layout.placement import PlacedBlock, Placement, Shard, Spread
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import exact_method, method_of
-from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.routing import route
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.param_groups import check_options, split_groups
-from deepspeed.muon.plan.bucket import OwnedBlocks
-from deepspeed.muon.plan.cost import CostModel, cost_model
-from deepspeed.muon.plan.memory import Demand, demands_of
-from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard, Spread
-from deepspeed.muon.plan.plan import GlobalPlan, plan_partition
+from deepspeed.muon.math.rules import scale_factor
+from deepspeed.muon.model.param_groups import check_options, split_groups
+from deepspeed.muon.model.routing import route
+from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 
 #: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
@@ -64,7 +63,7 @@ class GroupSpec:
     def cost_model(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
         """Return the model by which the planner divides the group's matrices among ranks.
 
-        Arguments: as in :func:`deepspeed.muon.plan.cost.cost_model`.
+        Arguments: as in :func:`deepspeed.muon.exchange.plan.cost_model`.
         """
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type)
 

@@ -243,7 +243,7 @@ def apply_(
     Args:
         param: any shape, contiguous, fp32 under ZeRO.
         update: same shape: elements of the orthogonalized matrix.
-        scale: :func:`deepspeed.muon.math.scale.scale_factor` for the shape of the whole matrix.
+        scale: :func:`deepspeed.muon.math.rules.scale_factor` for the shape of the whole matrix.
     """
     if update.dtype != param.dtype or update.device != param.device:
         update = work.get("shard", tuple(param.shape), param.dtype, param.device).copy_(update)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update rules beyond plain Muon, applied to a whole matrix before and after Newton-Schulz.
+"""Update rules beyond plain Muon, the factor of an update by its matrix's shape, and schedules of momentum and decay.
 
-They are pure functions of one matrix ``[rows, cols]``. ``axis`` is the axis along which the outputs lie: 0 for the
-weight ``[out, in]`` of ``nn.Linear``, 1 for the weight ``[in, out]`` of ``Conv1D``. The papers call the weights of one
-output a row, and so do the options, even if these weights are a column.
+The rules are pure functions of one matrix ``[rows, cols]``, applied before and after Newton-Schulz. ``axis`` is the
+axis along which the outputs lie: 0 for the weight ``[out, in]`` of ``nn.Linear``, 1 for the weight ``[in, out]`` of
+``Conv1D``. The papers call the weights of one output a row, and so do the options, even if these weights are a column.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,3 +130,65 @@ def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Wor
     factor = 1 / (mean.sqrt() + EPS)
     scaled = (found * factor.square()).sum()
     scale(x, torch.where(total > 0, factor * (total / scaled).sqrt(), 1.0), work)
+
+
+#: Value of ``adjust_lr_fn``, as ``torch.optim.Muon`` names it -> (formula, function of rows, columns and rms_scale) of
+#: the factor. ``original``: Keller Jordan (2024). ``match_rms_adamw``: Liu et al., "Muon is Scalable for LLM Training"
+#: (arXiv 2502.16982), section 2.2: the update's RMS is rms_scale, by default 0.2, like AdamW's.
+#: ``spectral_unclamped``: Bernstein (2025), the spectral condition sqrt(out / in).
+SCALES: dict[str, tuple[str, Callable[[int, int, float], float]]] = {
+    "original": ("sqrt(max(1, rows / cols))", lambda rows, cols, rms: math.sqrt(max(1.0, rows / cols))),
+    "match_rms_adamw": ("rms_scale * sqrt(max(rows, cols))", lambda rows, cols, rms: rms * math.sqrt(max(rows, cols))),
+    "spectral_unclamped": ("sqrt(rows / cols)", lambda rows, cols, rms: math.sqrt(rows / cols)),
+    "none": ("1", lambda rows, cols, rms: 1.0),
+}
+RMS_SCALE = 0.2
+
+
+def scale_factor(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
+    """Return the factor by which a rows x cols matrix's update is multiplied, in addition to the learning rate.
+
+    ``adjust_lr_fn``: a key of :data:`SCALES`. ``rms_scale``: RMS of the update; only ``match_rms_adamw`` uses it.
+    """
+    return SCALES[adjust_lr_fn][1](rows, cols, rms_scale)
+
+
+def update_rms(adjust_lr_fn: str, rows: int, cols: int, rms_scale: float = RMS_SCALE) -> float:
+    """Return the RMS of a rows x cols matrix's update at learning rate 1, for an exactly orthogonal result.
+
+    The arguments are those of :func:`scale_factor`.
+    """
+    return scale_factor(adjust_lr_fn, rows, cols, rms_scale) / math.sqrt(max(rows, cols))
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The schedules of Muon's momentum and weight decay over a training run; both are constant by default.
+
+    ``momentum_start``: momentum of the first update. During ``momentum_warmup_steps`` updates it changes linearly to
+    the parameter group's ``momentum``. ``muon_weight_decay_steps``: number of updates over which weight decay falls
+    linearly from the group's value to zero. ``momentum_start=None`` and ``muon_weight_decay_steps=None`` keep momentum
+    and weight decay constant. modded-nanogpt and nanochat (2025) use such schedules.
+    """
+
+    momentum_start: float | None = None
+    momentum_warmup_steps: int = 300
+    muon_weight_decay_steps: int | None = None
+
+    def settings_at(self, group: dict[str, Any], done: int) -> dict[str, Any]:
+        """Return a copy of a Muon parameter group with its momentum and weight decay after ``done`` updates."""
+        momentum, decay = group["momentum"], group["weight_decay"]
+        if self.momentum_start is not None and done < self.momentum_warmup_steps:
+            share = done / self.momentum_warmup_steps
+            momentum = (1 - share) * self.momentum_start + share * momentum
+        if self.muon_weight_decay_steps is not None:
+            decay *= max(0.0, 1 - done / self.muon_weight_decay_steps)
+        return {**group, "momentum": momentum, "weight_decay": decay}
+
+    def __str__(self) -> str:
+        texts = []
+        if self.momentum_start is not None:
+            texts.append(f"momentum from {self.momentum_start:g} over {self.momentum_warmup_steps} steps")
+        if self.muon_weight_decay_steps is not None:
+            texts.append(f"weight decay of the Muon groups to zero over {self.muon_weight_decay_steps} steps")
+        return ", ".join(texts)

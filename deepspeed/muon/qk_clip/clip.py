@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from deepspeed.muon.config.types import ClipOptions
 from deepspeed.muon.errors import UnsupportedError, logger
-from deepspeed.muon.exchange.buffers import grid_view
 from deepspeed.muon.exchange.groups import all_maxima
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.plan import Plan
+from deepspeed.muon.exchange.run import grid_view
 from deepspeed.muon.kernels.kernel_set import Operations, Workspace
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.matrices.block import Piece
-from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.layout.block import Piece
 from deepspeed.muon.qk_clip.logits import Factors, clip_factors
 from deepspeed.muon.qk_clip.query_keys import Attention, Role
 

@@ -12,10 +12,22 @@ from torch import nn
 
 from deepspeed.muon.config.types import Cut
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.matrices.block import Block, cut, matrices
-from deepspeed.muon.matrices.fused import DEVICE_CLASSES, QKV, cut_fused, output_axis
-from deepspeed.muon.matrices.heads import FUSED, KEYS, LATENT, QUERIES, Heads, heads_of, is_a, is_linear_attention
-from deepspeed.muon.matrices.tp_sharding import local_shape, sharding_of, tp_rank, whole_shape
+from deepspeed.muon.layout.block import Block, cut, matrices
+from deepspeed.muon.layout.tensor_parallel import local_shape, sharding_of, tp_rank, whole_shape
+from deepspeed.muon.model.projections import (
+    DEVICE_CLASSES,
+    FUSED,
+    KEYS,
+    LATENT,
+    QKV,
+    QUERIES,
+    Heads,
+    cut_fused,
+    heads_of,
+    is_a,
+    is_linear_attention,
+    output_axis,
+)
 
 #: ``rotary``: in latent attention, the part of a query that is multiplied by a key that all heads share.
 Role = Literal["query", "key", "rotary"]

@@ -11,17 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.exchange.exchange import Exchange
 from deepspeed.muon.exchange.groups import Agreed
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.plan import cost_model, plan_partition, without_collector
+from deepspeed.muon.exchange.run import Exchange
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import Operations
 from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.math.newton_schulz import exact_method, method_of
-from deepspeed.muon.math.scale import scale_factor
-from deepspeed.muon.plan.cost import cost_model
-from deepspeed.muon.plan.plan import plan_partition, without_collector
+from deepspeed.muon.math.rules import scale_factor
 from deepspeed.muon.step.normuon_moments import SecondMoments
 from deepspeed.muon.step.partition_step import NewtonSchulz, PartitionStep
 

@@ -18,11 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.buffers import grid_view
-from deepspeed.muon.exchange.exchange import Exchange
+from deepspeed.muon.exchange.bucket import ShardRun
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.plan.bucket import ShardRun
-from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.exchange.plan import Plan
+from deepspeed.muon.exchange.run import Exchange, grid_view
 
 #: How many elements of each matrix's gradient to test first. A matrix is read as a whole only if all of them are zero.
 PROBES = 16

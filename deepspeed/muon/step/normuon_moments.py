@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import logger
-from deepspeed.muon.exchange.exchange import Exchange
+from deepspeed.muon.exchange.run import Exchange
 
 #: The key of a saved group under which matrix name -> second moments are stored, for all matrices.
 SAVED = "second_moments"

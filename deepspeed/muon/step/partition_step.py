@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.exchange.buffers import BucketBuffers, copy_from_grid, copy_to_grid
-from deepspeed.muon.exchange.exchange import Exchange
+from deepspeed.muon.exchange.bucket import Bucket, ShardRun, Span
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.plan import Plan
+from deepspeed.muon.exchange.run import BucketBuffers, Exchange, copy_from_grid, copy_to_grid
 from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Tiles
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.math.coefficients import Schedule
@@ -33,8 +34,6 @@ from deepspeed.muon.math.newton_schulz import DTYPES, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rules
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 from deepspeed.muon.monitor import Phase, StepStats
-from deepspeed.muon.plan.bucket import Bucket, ShardRun, Span
-from deepspeed.muon.plan.plan import Plan
 from deepspeed.muon.step.gradient_checks import GradientProbe
 from deepspeed.muon.step.normuon_moments import SecondMoments
 

@@ -23,8 +23,8 @@ from deepspeed.muon.config.messages import FILLED_BY, nearest
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError, UnsupportedError, logger
 from deepspeed.muon.kernels.build_lock import wait_for_torch
+from deepspeed.muon.model.param_groups import check_patterns
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.param_groups import check_patterns
 from deepspeed.muon.seam import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import agree_on_settings, bind_engine

@@ -19,7 +19,7 @@ from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
 from deepspeed.muon.forecast.layout import Layout
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.param_groups import warn_of_odd_settings
+from deepspeed.muon.model.param_groups import warn_of_odd_settings
 from deepspeed.muon.zero.patches import TYPES, is_muon, without_double_clipping
 from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from deepspeed.muon.errors import logger
+from deepspeed.muon.exchange.plan import GlobalPlan
 from deepspeed.muon.kernels.selection import summary
-from deepspeed.muon.math.scale import SCALES, update_rms
-from deepspeed.muon.matrices.pipeline import stages_of
-from deepspeed.muon.matrices.routing import head_note
-from deepspeed.muon.matrices.splitting import MatrixSpec
+from deepspeed.muon.math.rules import SCALES, update_rms
+from deepspeed.muon.model.projections import stages_of
+from deepspeed.muon.model.routing import head_note
+from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.plan import GlobalPlan
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule
 from deepspeed.muon.zero.tp_ranks import tp_rank

@@ -13,7 +13,7 @@ from deepspeed.utils import bwc
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.groups import gathered, own_group
-from deepspeed.muon.matrices.tp_sharding import TP_RANK
+from deepspeed.muon.layout.tensor_parallel import TP_RANK
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 

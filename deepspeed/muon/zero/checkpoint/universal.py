@@ -19,11 +19,11 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.muon.errors import ImportStateError, UnsupportedError, logger
+from deepspeed.muon.layout.tensor_parallel import Sharding, sharding_of
 from deepspeed.muon.math.adamw import STARTED
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.matrices.tp_sharding import Sharding, sharding_of
+from deepspeed.muon.model.param_groups import expert_group
+from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.param_groups import expert_group
 from deepspeed.muon.saved_state import (
     KEPT_AS,
     Groups,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.matrices.pipeline import stages_of
+from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.model.projections import stages_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.placement import Placement, Shard
 from deepspeed.muon.seam import Seam, replace
 from deepspeed.muon.zero.tp_ranks import tp_rank
 from deepspeed.muon.zero.wrappers.grad_norm import watch_norms

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
-from deepspeed.muon.param_groups import expert_group
+from deepspeed.muon.model.param_groups import expert_group
 
 #: Methods of ZeRO's wrappers that return the norm of a group's gradient, reduced over all ranks.
 NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM
-from deepspeed.muon.matrices.routing import TAG
+from deepspeed.muon.model.routing import TAG
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.seam import replace
 from deepspeed.muon.step.gradient_checks import are_finite
 from deepspeed.muon.zero.tp_ranks import tp_rank

@@ -16,8 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM
-from deepspeed.muon.plan.placement import Placement
 from deepspeed.muon.seam import Seam, replaced
 from deepspeed.muon.zero import nvme
 from deepspeed.muon.zero.wrappers.adapter import Adapter

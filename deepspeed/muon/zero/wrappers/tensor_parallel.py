@@ -15,8 +15,8 @@ import deepspeed.comm as comm
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.plan.placement import Placement, Shard
+from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.zero.tp_ranks import Grid, tp_group
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.stage0 import Stage0

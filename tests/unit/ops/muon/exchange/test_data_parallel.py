@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
-from deepspeed.muon.plan import plan as planning
+from deepspeed.muon.exchange import plan as planning
 from deepspeed.muon.step import partition_step as module
 from helpers.distributed import Pool, run
 from helpers.engine_state import differing

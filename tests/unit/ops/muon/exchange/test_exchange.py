@@ -13,8 +13,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from deepspeed.muon.errors import DisagreementError, ExchangeError
-from deepspeed.muon.exchange.exchange import Exchange
-from deepspeed.muon.exchange.host_staging import Staging
+from deepspeed.muon.exchange.run import Exchange, Staging
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.zero.consensus import agree, differences
 from helpers.collectives import recorded
@@ -55,7 +54,7 @@ def in_small_buckets(
     The CPU plays `device_type`, and with `staging` shards that lie elsewhere than what orthogonalizes.
     """
     from deepspeed.muon import optimizer
-    from deepspeed.muon.plan import plan as module
+    from deepspeed.muon.exchange import plan as module
 
     plans, original, make = [], module.global_plan, optimizer.Exchange
 
@@ -199,7 +198,7 @@ def fail_inside_the_exchange(stage: int) -> None:
     """Rank 1 dies before its first collective; the others must not hang."""
     import os
 
-    from deepspeed.muon.exchange.exchange import Exchange
+    from deepspeed.muon.exchange.run import Exchange
 
     if torch.distributed.get_rank() == 1:
         Exchange._start = lambda *args, **kwargs: os._exit(3)

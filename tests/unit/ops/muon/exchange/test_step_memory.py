@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.muon.exchange import memory as module
+from deepspeed.muon.exchange.memory import Memory, peak
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.plan import memory as module
-from deepspeed.muon.plan.memory import Memory, peak
 from helpers.distributed import run
 from helpers.models import MODELS
 from helpers.plans import demand_of

@@ -63,8 +63,7 @@ class Trap:
         """Insert the events into deepspeed-muon, DeepSpeed and torch, in this process."""
         from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 
-        from deepspeed.muon.exchange.buffers import BucketBuffers
-        from deepspeed.muon.exchange.exchange import Exchange
+        from deepspeed.muon.exchange.run import BucketBuffers, Exchange
 
         self.around(Exchange, "largest", "look")
         self.around(Exchange, "_start", "exchange")

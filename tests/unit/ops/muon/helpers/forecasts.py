@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from deepspeed.muon.config.schema import parse
+from deepspeed.muon.exchange.plan import CostModel
 from deepspeed.muon.forecast.layout import ABSMAX_BYTES, Layout, StepCost, StepPart, group_specs, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.plan.cost import CostModel
 from helpers.distributed import run
 from helpers.models import MODELS
 from helpers.plans import counted_cost, make_plan

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from deepspeed.muon.config.types import Cut
-from deepspeed.muon.matrices.block import Block, cut, matrices
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.matrices.tp_sharding import Sharding
-from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.plan.plan import Plan, global_plan
+from deepspeed.muon.exchange.plan import Plan, global_plan
+from deepspeed.muon.layout.block import Block, cut, matrices
+from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.layout.tensor_parallel import Sharding
+from deepspeed.muon.model.splitting import MatrixSpec
 from helpers.plans import COST
 
 SHAPES = [(8, 4), (4, 8), (6, 5), (3, 3), (16, 12), (12, 16), (8, 8)]

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.step.partition_step import PartitionStep
 
 

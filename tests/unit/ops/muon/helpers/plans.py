@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deepspeed.muon.exchange.bucket import GridCopy, ShardRun
+from deepspeed.muon.exchange.memory import BatchSize, Demand, PartitionDemand
+from deepspeed.muon.exchange.plan import CostModel, Plan, global_plan
 from deepspeed.muon.forecast.layout import GroupSpec
-from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.plan.bucket import GridCopy, ShardRun
-from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.memory import BatchSize, Demand, PartitionDemand
-from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.plan.plan import Plan, global_plan
+from deepspeed.muon.layout.block import Block
+from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.model.splitting import MatrixSpec
 
 
 def make_plan(shards: Sequence[Shard], rank: int, *args: Any, **kwargs: Any) -> Plan:

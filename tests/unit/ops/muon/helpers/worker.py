@@ -68,7 +68,7 @@ def join(collective_timeout: float) -> None:
     logger.setLevel("WARNING")
     if "deepspeed.muon" in sys.modules:  # else the ranks are to run stock DeepSpeed
         # Without the latency of a collective, ranks share the work of small models too.
-        cost = import_module("deepspeed.muon.plan.cost")
+        cost = import_module("deepspeed.muon.exchange.plan")
         cost.CPU_CALL = cost.ACCELERATOR_CALL = 0.0
     # torch computes float16 on every CPU; DeepSpeed refuses the CPUs without mkldnn kernels for it.
     get_accelerator().is_fp16_supported = lambda: True

@@ -11,9 +11,7 @@ from torch import nn
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.rules import Rules, equalize, normuon, snap_norm
-from deepspeed.muon.math.scale import SCALES, scale_factor, update_rms
-from deepspeed.muon.math.schedules import Schedules
+from deepspeed.muon.math.rules import SCALES, Rules, Schedules, equalize, normuon, scale_factor, snap_norm, update_rms
 from helpers.kernels import randn, relative, threads
 from helpers.rules import OF_MATRICES, RULES
 

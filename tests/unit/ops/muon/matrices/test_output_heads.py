@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.muon.matrices import output_heads
-from deepspeed.muon.matrices.routing import head_note
+from deepspeed.muon.model import output_heads
+from deepspeed.muon.model.routing import head_note
 from helpers.foreign_models import Gpt, Swiglu, linear, module, routes
 from helpers.heads import VISION, built, by_library, lost, matrices_that_follow, task_classes
 

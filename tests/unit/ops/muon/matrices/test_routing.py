@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.muon.matrices.block import Block
-from deepspeed.muon.matrices.output_heads import NAMES
-from deepspeed.muon.matrices.routing import route
+from deepspeed.muon.layout.block import Block
+from deepspeed.muon.model.output_heads import NAMES
+from deepspeed.muon.model.routing import route
 from helpers.foreign_models import WIDTH, Gpt, Swiglu, linear, module, nested, of_class, routes
 from helpers.models import Conv1D
 

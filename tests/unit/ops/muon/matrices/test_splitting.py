@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
 from deepspeed.muon.config.types import Cut
-from deepspeed.muon.matrices.block import Block, Piece, cut, matrices
-from deepspeed.muon.matrices.tp_sharding import AUTOTP
+from deepspeed.muon.layout.block import Block, Piece, cut, matrices
+from deepspeed.muon.layout.tensor_parallel import AUTOTP
 from deepspeed.muon.saved_state import fused_names
 from helpers.foreign_models import linear, module, routes, splits
 from helpers.models import Fused, TinyGpt

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from deepspeed.muon.plan.plan import Plan
+from deepspeed.muon.exchange.plan import Plan
 from helpers.jobs import random_job
 from helpers.loop import run_loop
 

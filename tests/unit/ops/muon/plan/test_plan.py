@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed.muon.plan.bucket import MAX_SPAN, Bucket
-from deepspeed.muon.plan.placement import PlacedBlock, Placement, Shard
-from deepspeed.muon.plan.plan import bucket_limit
+from deepspeed.muon.exchange.bucket import MAX_SPAN, Bucket
+from deepspeed.muon.exchange.plan import bucket_limit
+from deepspeed.muon.layout.placement import PlacedBlock, Placement, Shard
 from helpers.jobs import Part, random_job
 from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs
 from helpers.simulation import simulate

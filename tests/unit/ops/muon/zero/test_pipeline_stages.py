@@ -133,7 +133,7 @@ def tied_linear() -> list[tuple[str, str]]:
     """Routes of a layer that is an embedding on one stage and linear on the other, and of the last layer's matrices."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-    from deepspeed.muon.matrices.routing import route as decide
+    from deepspeed.muon.model.routing import route as decide
 
     specs = [TiedLayerSpec("e", nn.Embedding, 9, 8), LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8)]
     last = TiedLayerSpec("e", nn.Linear, 8, 9, bias=False)

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.muon.exchange import plan as planning
+from deepspeed.muon.exchange.plan import global_plan
 from deepspeed.muon.forecast.layout import Layout
+from deepspeed.muon.layout.placement import Placement, Shard
 from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.plan import cost as costs
-from deepspeed.muon.plan import plan as planning
-from deepspeed.muon.plan.placement import Placement, Shard
-from deepspeed.muon.plan.plan import global_plan
 from helpers.distributed import run
 from helpers.forecasts import check_against_the_engine, forecast
 from helpers.logs import logged_at_start
@@ -106,7 +105,7 @@ def test_shared_work_gives_the_same_bits(world: int, dtype: str, clip: float) ->
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_forecast_is_what_the_engine_binds(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "CPU_CALL", 0.0)  # as in the ranks
+    monkeypatch.setattr(planning, "CPU_CALL", 0.0)  # as in the ranks
     check_against_the_engine("broad", Layout(0, world))
     _, (cost,) = forecast("broad", Layout(0, world))
     assert sum(cost.sent_bytes) == world * cost.least_bytes > 0

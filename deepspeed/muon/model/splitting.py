@@ -14,11 +14,18 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import Cut
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.matrices.block import Block, cut, matrices
-from deepspeed.muon.matrices.fused import cut_fused, output_axis, stack_output_axis
-from deepspeed.muon.matrices.heads import GATED_CLASSES, cut_by_head, heads_of, is_a
-from deepspeed.muon.matrices.lora import Factor
-from deepspeed.muon.matrices.tp_sharding import Sharding, tp_rank
+from deepspeed.muon.layout.block import Block, cut, matrices
+from deepspeed.muon.layout.tensor_parallel import Sharding, tp_rank
+from deepspeed.muon.model.lora import Factor
+from deepspeed.muon.model.projections import (
+    GATED_CLASSES,
+    cut_by_head,
+    cut_fused,
+    heads_of,
+    is_a,
+    output_axis,
+    stack_output_axis,
+)
 
 #: ``LinearLayer`` and ``LinearAllreduce`` belong to DeepSpeed's tensor parallelism.
 _LINEAR_LIKE = re.compile(r"(Linear|Dense|Projection)(Layer|Allreduce)?$|^Conv1D$")

@@ -7,17 +7,185 @@ owns, and the contiguous pieces of matrices that its shard holds (runs). One ran
 
 from __future__ import annotations
 
+import bisect
+import functools
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from deepspeed.muon.plan.bucket import Bucket, OwnedBlocks, batch_key, bucket_of, replicated_bucket
-from deepspeed.muon.plan.cost import CostModel
-from deepspeed.muon.plan.owners import assign_owners
-from deepspeed.muon.plan.placement import PlacedBlock, Shard
+from deepspeed.muon.exchange.bucket import Bucket, OwnedBlocks, batch_key, bucket_of, replicated_bucket
+from deepspeed.muon.layout.placement import PlacedBlock, Shard, Spread
+from deepspeed.muon.math.coefficients import Schedule
+from deepspeed.muon.math.newton_schulz import flops
+
+#: Floating-point operations that take as long as sending one byte: for CPU cores over gloo, and for an accelerator over
+#: its fabric. Moving a matrix to a rank that does not hold it must save more than this per byte.
+CPU_FLOPS_PER_BYTE, ACCELERATOR_FLOPS_PER_BYTE = 200.0, 8000.0
+#: Floating-point operations that take as long as the latency of a collective within a node.
+CPU_CALL, ACCELERATOR_CALL = 5e7, 8e9
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The cost of Newton-Schulz and of communication. Both are counted in floating-point operations.
+
+    The cost of communication is the number of operations that the device could do in the same time.
+
+    Args:
+        flops: (rows, columns) of a matrix -> the operations of Newton-Schulz on it.
+        flops_per_byte: operations that take as long as sending one byte.
+        bytes_per_element: bytes of each element that is sent to an owner or back.
+        device_type: where Newton-Schulz runs, such as ``cpu``.
+    """
+
+    flops: Callable[[int, int], float]
+    flops_per_byte: float
+    bytes_per_element: int
+    device_type: str = "cpu"
+
+    def total_flops(self, shapes: Iterable[tuple[int, int]]) -> float:
+        """Return the floating-point operations of Newton-Schulz on matrices of all ``shapes``, each (rows, columns)."""
+        return sum(self.flops(rows, cols) for rows, cols in shapes)
+
+    def bytes_as_flops(self, elements: int) -> float:
+        """Return the cost of sending ``elements`` elements to an owner and back, in floating-point operations."""
+        return self.flops_per_byte * 2 * self.bytes_per_element * elements
+
+    @property
+    def latency_as_flops(self) -> float:
+        """Return the cost of the latency of one collective, in floating-point operations."""
+        return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
+
+
+def cost_model(
+    method: Callable[[int, int], str], schedule: Schedule, dtype: str, wire_bytes: int, device_type: str
+) -> CostModel:
+    """Return the cost model of one parameter group.
+
+    ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``. ``schedule``:
+    coefficients of Newton-Schulz, one triple for each of its steps. ``dtype``: dtype of the matrix products, such as
+    ``bf16``. ``wire_bytes``: ``bytes_per_element`` of :class:`CostModel`, which explains ``device_type``.
+    """
+
+    @functools.cache
+    def of_matrix(rows: int, cols: int) -> float:
+        return flops(rows, cols, schedule, method(rows, cols), dtype)
+
+    flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
+    return CostModel(of_matrix, flops_per_byte, wire_bytes, device_type)
+
+
+#: If at most this many ranks hold a part of a matrix, every one of them is a candidate for its owner.
+MAX_CANDIDATES = 8
+
+
+def assign_owners(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
+    """Choose which rank owns each matrix, so that all ranks finish at about the same time.
+
+    The costliest matrix comes first (longest processing time first, Graham 1969). Each goes to the rank that would
+    finish it first, among those that hold a part of it. Its cost includes receiving the elements that the rank lacks.
+    At the end, some matrices move from the busiest rank to the least loaded rank.
+
+    Returns:
+        (owners, loads). ``owners``: for each matrix, its owner. ``loads``: for each rank, the cost of all its
+        matrices, in floating-point operations.
+    """
+    loads = _Loads(world_size)
+    weights = [cost.flops(*item.shape) for item in items]
+    owners, moved_costs = [0] * len(items), [0.0] * len(items)
+    few: dict[Spread, dict[int, int]] = {}
+    # Equal weights are ordered by index, so that all ranks assign alike.
+    for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
+        weight, missing = weights[index], _candidates(items[index], loads.least(), few)
+        # The elements that the best-placed rank lacks are sent in any case, so only those beyond them have a cost.
+        fewest = min(missing.values())
+        offers = ((weight + cost.bytes_as_flops(elements - fewest), rank) for rank, elements in missing.items())
+        _, owner, load = min((loads.values[rank] + load, rank, load) for load, rank in offers)
+        owners[index] = owner
+        moved_costs[index] = weight + cost.bytes_as_flops(items[index].block.numel - fewest)
+        loads.add(owner, load, index)
+    _rebalance(moved_costs, owners, loads)
+    return owners, loads.values
+
+
+def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]) -> dict[int, int]:
+    """Return {rank: number of the matrix's elements that it lacks} for the ranks that may own the matrix.
+
+    These are the ranks that hold a part of it or, if they are many, up to four of them: the first, the middle and the
+    last and, if it holds a part, ``least``, the rank with the least load of all. ``few``: a cache that this function
+    fills, :class:`Spread` of a matrix -> the result without ``least``.
+    """
+    spread, holders = item.spread, item.spread.holders
+    middle = holders[len(holders) // 2]
+    if spread not in few:
+        ranks = holders if len(holders) <= MAX_CANDIDATES else (holders[0], middle, holders[-1])
+        few[spread] = {rank: item.block.numel - spread.held_elements(rank) for rank in ranks}
+    missing = few[spread]
+    # All holders except the first and the last hold equal parts.
+    if least in holders and least not in missing:
+        return missing | {least: missing[middle]}
+    return missing
+
+
+class _Loads:
+    """The load of each rank, in floating-point operations, and the matrices that each rank owns."""
+
+    def __init__(self, world_size: int) -> None:
+        self.values = [0.0] * world_size
+        self.owned: list[list[tuple[float, int]]] = [[] for _ in range(world_size)]  # (load, matrix), lightest first
+        # Heaps of the least and the most loaded ranks. Outdated entries are dropped when they reach the top.
+        self._low = [(0.0, rank) for rank in range(world_size)]
+        self._high: list[tuple[float, int]] | None = None  # built on first use: only `_rebalance` needs it
+
+    def least(self) -> int:
+        while self._low[0][0] != self.values[self._low[0][1]]:
+            heapq.heappop(self._low)
+        return self._low[0][1]
+
+    def busiest(self) -> int:
+        if self._high is None:
+            self._high = [(-value, rank) for rank, value in enumerate(self.values)]
+            heapq.heapify(self._high)
+        while -self._high[0][0] != self.values[self._high[0][1]]:
+            heapq.heappop(self._high)
+        return self._high[0][1]
+
+    def add(self, rank: int, load: float, index: int) -> None:
+        bisect.insort(self.owned[rank], (load, index))
+        self.change(rank, load)
+
+    def change(self, rank: int, difference: float) -> None:
+        self.values[rank] += difference
+        heapq.heappush(self._low, (self.values[rank], rank))
+        if self._high is not None:
+            heapq.heappush(self._high, (-self.values[rank], rank))
+
+
+def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -> None:
+    """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
+
+    ``owners`` and ``loads`` are updated. ``moved_costs``: for each matrix, its cost on a rank that holds no part of it.
+    """
+    for _ in range(len(moved_costs)):
+        busiest, least = loads.busiest(), loads.least()
+        owned, gap = loads.owned[busiest], loads.values[busiest] - loads.values[least]
+        if not owned:
+            return
+        # The heaviest matrix of at most half the gap; if there is none, the lightest of all.
+        position = max(0, bisect.bisect_right(owned, (gap / 2, len(moved_costs))) - 1)
+        load, index = owned[position]
+        # Moving it would make the least loaded rank at least as busy as the busiest one is now.
+        if moved_costs[index] >= gap:
+            return
+        del owned[position]
+        loads.change(busiest, -load)
+        loads.add(least, moved_costs[index], index)
+        owners[index] = least
+
 
 #: Default limit of the bytes of one owner's matrices in one bucket, on CPUs and on accelerators; a larger matrix gets a
 #: bucket to itself. An accelerator needs several large matrices at once to be busy.

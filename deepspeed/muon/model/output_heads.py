@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from deepspeed.muon.matrices.fused import output_axis
-from deepspeed.muon.matrices.heads import first_number, is_projection
-from deepspeed.muon.matrices.pipeline import embeddings_and_heads, is_pipeline
-from deepspeed.muon.matrices.splitting import Use, embedding_reason, is_convolution, is_linear_like, without_wrappers
-from deepspeed.muon.matrices.tp_sharding import whole_shape
+from deepspeed.muon.layout.tensor_parallel import whole_shape
+from deepspeed.muon.model.projections import embeddings_and_heads, first_number, is_pipeline, is_projection, output_axis
+from deepspeed.muon.model.splitting import Use, embedding_reason, is_convolution, is_linear_like, without_wrappers
 
 #: Methods that return a model's output layer: of transformers and of timm.
 GETTERS = ("get_output_embeddings", "get_classifier")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.layout.block import Block
 
 #: Names of A and B in PEFT, loralib, torchtune, diffusers, kohya's scripts, LLaMA-Adapter, DeepSpeed-Chat and
 #: DeepSpeed's OptimizedLinear.

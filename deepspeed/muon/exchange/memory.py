@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the peak of a step's scratch memory on one rank, without allocating anything.
 
-Names and sizes are those that a step requests from :class:`deepspeed.muon.kernels.kernel_set.Workspace`. Requests of one
-name share storage, so the peak is the sum of the largest request of each name. Not counted are the kilobytes of norms,
-and copies that an elementwise pass makes of columns to have them contiguous.
+Names and sizes are those that a step requests from :class:`~deepspeed.muon.kernels.kernel_set.Workspace`. Requests of
+one name share storage, so the peak is the sum of the largest request of each name. Not counted are the kilobytes of
+norms, and copies that an elementwise pass makes of columns to have them contiguous.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from deepspeed.muon.exchange.bucket import OwnedBlocks, batches_of
+from deepspeed.muon.exchange.plan import GlobalPlan
 from deepspeed.muon.kernels.kernel_set import batch_limit
+from deepspeed.muon.layout.placement import PlacedBlock, Spread
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.plan.bucket import OwnedBlocks, batches_of
-from deepspeed.muon.plan.placement import PlacedBlock, Spread
-from deepspeed.muon.plan.plan import GlobalPlan
 
 #: Method of Newton-Schulz -> names of its small symmetric matrices.
 SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
 
 
 class BatchSize(NamedTuple):
-    """The shapes and counts of a :class:`deepspeed.muon.plan.bucket.Batch`; many ranks can share one object.
+    """The shapes and counts of a :class:`deepspeed.muon.exchange.bucket.Batch`; many ranks can share one object.
 
     ``number``: how many matrices of (``rows``, ``cols``).
     """
@@ -35,7 +35,7 @@ class BatchSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """The sizes that decide how much scratch memory one rank needs for one :class:`deepspeed.muon.plan.bucket.Bucket`.
+    """The sizes that decide how much scratch memory one rank needs of a :class:`.exchange.bucket.Bucket`.
 
     Args:
         buffers: elements of the bucket's matrices, send buffer and receive buffer together.

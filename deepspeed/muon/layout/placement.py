@@ -9,9 +9,9 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from deepspeed.muon.matrices.block import Block, Piece
-from deepspeed.muon.matrices.splitting import MatrixSpec
-from deepspeed.muon.matrices.tp_sharding import Sharding
+from deepspeed.muon.layout.block import Block, Piece
+from deepspeed.muon.layout.tensor_parallel import Sharding
+from deepspeed.muon.model.splitting import MatrixSpec
 
 
 @dataclass(frozen=True)

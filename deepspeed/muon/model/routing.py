@@ -17,11 +17,11 @@ from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError, listed
-from deepspeed.muon.matrices.heads import is_projection
-from deepspeed.muon.matrices.lora import Factor, lora_factors
-from deepspeed.muon.matrices.output_heads import find_output_heads
-from deepspeed.muon.matrices.pipeline import shared_parameters
-from deepspeed.muon.matrices.splitting import (
+from deepspeed.muon.layout.tensor_parallel import Sharding, local_shape, sharding_of, whole_shape
+from deepspeed.muon.model.lora import Factor, lora_factors
+from deepspeed.muon.model.output_heads import find_output_heads
+from deepspeed.muon.model.projections import is_projection, shared_parameters
+from deepspeed.muon.model.splitting import (
     MatrixSpec,
     Use,
     embedding_reason,
@@ -34,7 +34,6 @@ from deepspeed.muon.matrices.splitting import (
     without_copy,
     without_wrappers,
 )
-from deepspeed.muon.matrices.tp_sharding import Sharding, local_shape, sharding_of, whole_shape
 
 #: Attribute of a parameter that says whether Muon updates it; set by users, stock DeepSpeed and other projects.
 TAG = "use_muon"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.matrices.block import Block
+from deepspeed.muon.layout.block import Block
 
 #: The attribute in which DeepSpeed's AutoTP describes how it split a parameter.
 AUTOTP = "ds_autotp_universal_checkpoint_meta"

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modules and pipelines say about their weights: heads, fused projections, and parameters that AdamW updates.
+
+The outputs of a projection must be exactly heads x width. One matrix per head is "Muon Split" of GLM-5's report. A
+fused weight holds several projections, each of which is a matrix. A pipeline stage names its layers by number, so its
+output head is found by its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from deepspeed.muon.config.types import Cut
+from deepspeed.muon.layout.tensor_parallel import whole_shape
+
+QUERIES = frozenset({"q_proj", "query", "wq", "q_lin", "q", "q_b_proj"})
+KEYS = frozenset({"k_proj", "key", "wk", "k_lin", "k"})
+VALUES = frozenset({"v_proj", "value", "wv", "v_lin", "v"})
+#: Names of weights with queries, keys and values: whatever their order, the outputs of one head are adjacent.
+FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv", "in_proj_weight", "in_proj_qkv"})
+#: Names of such weights in linear attention: for each key head its query, its key, its values and their gates.
+FUSED_WITH_GATES = frozenset({"in_proj_qkvz"})
+#: Names of the up-projection of keys and values in multi-head latent attention: per head, first its key, then value.
+LATENT = frozenset({"kv_b_proj"})
+#: Prefixes of attention classes whose query projection holds, for each head, its query and an output gate.
+GATED_CLASSES = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
+
+#: Field of :class:`Heads` -> attribute names of modules and configs; below, those of linear attention.
+_NAMES = {
+    "queries": ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads"),
+    "keys": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups"),
+    "width": ("head_dim", "d_kv", "head_size", "kv_channels"),
+    "nope": ("qk_nope_head_dim",),
+    "rope": ("qk_rope_head_dim",),
+    "value": ("v_head_dim",),
+}
+_VALUES = ("num_v_heads",)
+_NAMES_IN_LINEAR = {
+    "queries": ("num_k_heads",),
+    "keys": ("num_k_heads",),
+    "width": ("head_k_dim",),
+    "value": ("head_v_dim",),
+    "values": _VALUES,
+}
+_SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
+#: Attributes that only linear attention has: of its decay and of its convolution.
+_LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
+
+
+class Heads(NamedTuple):
+    """The numbers of heads of an attention module, and their widths (outputs of one head); 0 means unknown.
+
+    ``queries``, ``keys``: number of query heads and of key-value heads. ``width``: width of a query or key head.
+    ``nope``, ``rope``: in latent attention, the widths of a query's parts without and with rotary position. ``value``:
+    width of a value head; 0 means ``width``. ``values``: number of value heads in linear attention; 0 means ``keys``.
+    """
+
+    queries: int
+    keys: int
+    width: int = 0
+    nope: int = 0
+    rope: int = 0
+    value: int = 0
+    values: int = 0
+
+    def __str__(self) -> str:
+        latent = f", latent widths {self.nope} + {self.rope} and {self.value}" if self.nope else ""
+        values = f", {self.values} value heads of width {self.value}" if self.values else ""
+        return f"{self.queries} query and {self.keys} key-value heads of width {self.width}{latent}{values}"
+
+
+def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
+    """Return the numbers and widths of an attention module's heads; ``None`` if the number of heads is unknown.
+
+    The module's attributes take precedence. Missing numbers come from the module's config or, without one, the model's.
+    A config with another number of query heads than the module is ignored. For linear attention every config is
+    ignored, because it describes the model's softmax attention.
+    """
+    config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
+    own, stated = _numbers(attention), _numbers(config)
+    if own.queries and own.queries != stated.queries:
+        config, stated = None, Heads(0, 0)
+    queries = own.queries or stated.queries
+    if not queries:
+        return None
+    groups = first_number(attention, ("num_key_value_groups",))
+    # A module that has an attribute for its query heads and none for key heads has as many key heads as query heads.
+    keys = own.keys or (queries // groups if groups else own.queries or stated.keys or queries)
+    shares = (first_number(source, _SIZES) // queries for source in (attention, config))
+    width = own.width or stated.width or next(filter(None, shares), 0)
+    rest = {name: getattr(own, name) or getattr(stated, name) for name in ("nope", "rope", "value", "values")}
+    return Heads(queries, keys, width, **rest)
+
+
+def is_linear_attention(attention: nn.Module) -> bool:
+    """Return whether an attention module's attributes, such as a decay or a convolution, show linear attention."""
+    return any(hasattr(attention, name) for name in _LINEAR)
+
+
+def _config_of(module: nn.Module) -> Any:
+    """Return the module's config, or its text config if the model is multimodal; ``None`` if it has none or several."""
+    config = getattr(module, "config", None)
+    get = getattr(config, "get_text_config", None)
+    try:
+        return get() if callable(get) else config
+    except ValueError:  # it has several text parts
+        return None
+
+
+def _numbers(source: Any) -> Heads:
+    names = _NAMES_IN_LINEAR if first_number(source, _VALUES) else _NAMES
+    return Heads(**{number: first_number(source, found) for number, found in names.items()})
+
+
+def first_number(source: Any, names: Sequence[str]) -> int:
+    """Return the first of the attributes ``names`` that is a positive whole number in ``source``; 0 if none is."""
+    for name in names:
+        try:
+            value = getattr(source, name, None)
+        except RuntimeError:  # transformers raises it for a number that differs between layers
+            continue
+        if type(value) is int and value > 0:
+            return value
+    return 0
+
+
+def is_a(module: nn.Module, prefixes: tuple[str, ...]) -> bool:
+    """Return whether the name of the module's class, or of one of its base classes, starts with one of ``prefixes``."""
+    return any(base.__name__.startswith(prefixes) for base in type(module).__mro__)
+
+
+def is_projection(leaf: str) -> bool:
+    """Return whether ``leaf``, the last part of a module's name, is a known name of an attention projection."""
+    return leaf.lower() in QUERIES | KEYS | VALUES | FUSED | FUSED_WITH_GATES | LATENT
+
+
+def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = False) -> Cut:
+    """Return how to split an attention projection into one matrix per head.
+
+    Args:
+        leaf: last part of the projection's name, such as "q_proj".
+        outputs: the projection's number of outputs.
+        axis: 0 if the outputs are rows of the weight, 1 if they are columns.
+        heads: the heads of the attention module.
+        gated: whether a gate follows each query head (:data:`GATED_CLASSES`); each gate becomes a matrix too.
+
+    Raises:
+        ValueError: the outputs cannot be divided into these heads, or in more than one way.
+    """
+    candidates = _candidates(leaf.lower(), heads, outputs, 2 if gated else 1)
+    fitting = {sizes for sizes in candidates if sum(sizes) == outputs}
+    if len(fitting) == 1:
+        return Cut(fitting.pop(), axis)
+    how = (
+        "can be split into attention heads in more than one way" if fitting else "cannot be split into attention heads"
+    )
+    raise ValueError(f"the projection's {outputs} outputs {how}: the model has {heads}")
+
+
+def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
+    """Yield the widths of the matrices in each possible split: ``(64, 64)``. ``per_query``: matrices per query head."""
+    if leaf in LATENT:
+        yield (heads.nope, heads.value) * heads.queries
+    elif leaf in QUERIES:
+        count = heads.queries * per_query
+        yield (heads.width or outputs // count,) * count
+        if heads.nope:
+            yield (heads.nope + heads.rope,) * count
+    elif leaf in FUSED_WITH_GATES:
+        values = (heads.value,) * (2 * heads.values // heads.keys)
+        yield ((heads.width,) * 2 + values) * heads.keys
+    elif heads.values and leaf not in KEYS:
+        queries_and_keys = (heads.width,) * (2 * heads.keys if leaf in FUSED else 0)
+        yield queries_and_keys + (heads.value,) * heads.values
+    else:
+        count = heads.queries + 2 * heads.keys if leaf in FUSED else heads.keys
+        yield (heads.width or outputs // count,) * count
+        if leaf not in FUSED:
+            yield (heads.width,)  # one that all queries share
+        if leaf in VALUES and heads.value:
+            yield (heads.value,) * heads.keys
+
+
+#: Weights with the queries of all heads first, then all keys, then all values. A name alone does not always tell the
+#: order: ``query_key_value`` has one order in GPT-NeoX and another in Falcon, with the same shape.
+CONTIGUOUS = frozenset({"c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj_weight", "to_qkv", "qkv_linear", "in_proj_qkv"})
+#: Weights with, for each key-value head, its queries, its key, its value: names, and classes of the attention module.
+GROUPED = frozenset({"linear_qkv"})
+GROUPED_CLASSES = ("Bloom", "Falcon", "GPTBigCode", "GPTNeoX", "InternLM2", "MiniMaxLightning", "Persimmon")
+#: Classes whose fused weight is laid out for DEVICES tensor-parallel devices: for each, queries, values, keys.
+DEVICE_CLASSES, DEVICES = ("CodeGen",), 4
+#: Classes of experts whose columns alternate between gate and up.
+ALTERNATING_CLASSES = ("GptOss",)
+#: Classes of stacked experts, in DeepSpeed's AutoEP and torchtitan, whose matrices are [outputs, inputs].
+OUTPUTS_FIRST_CLASSES = ("GroupedExperts",)
+#: Weights of linear attention with, for each key head, the step sizes and the decays of its values.
+STEPS_AND_DECAYS = frozenset({"in_proj_ba"})
+_SUGGESTIVE = re.compile(r"qkv|query_key_value|gate_up_proj$|^c_attn$|^in_proj_weight$", re.IGNORECASE)
+
+QKV, KV, GATE_UP = "queries, keys and values", "keys and values", "gate and up"
+GATED_Q, GATED_QKV, STEPS = "queries and gates", "queries, keys, values and gates", "step sizes and decays"
+
+
+def cut_fused(name: str, shape: Sequence[int], axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str] | None:
+    """Return (split, text) for a weight that fuses several projections; ``None`` if its name does not look fused.
+
+    The text names the projections for the log, such as "queries, keys and values".
+
+    Args:
+        name: name of the weight, or of its linear module, inside ``owner``.
+        shape: (rows, columns) of the weight, or of one matrix of a stack.
+        axis: 0 if the weight's outputs are rows, 1 if they are columns; ignored for gate and up.
+        owner: the attention or feed-forward module that contains the weight.
+        model: the whole model, whose config may have the numbers of heads.
+
+    Raises:
+        ValueError: the name suggests a fused weight, but the split is not certain; the text says why.
+    """
+    if name in LATENT | FUSED_WITH_GATES | STEPS_AND_DECAYS or (name in QUERIES and is_a(owner, GATED_CLASSES)):
+        return _by_head(name, shape[axis], axis, heads_of(owner, model) or Heads(0, 0))
+    if not _SUGGESTIVE.search(name):
+        return None
+    if name.endswith("gate_up_proj"):
+        return _gate_and_up(name, shape, owner), GATE_UP
+    return _attention(name, shape[axis], shape[1 - axis], axis, owner, model)
+
+
+def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module, model: nn.Module) -> tuple[Cut, str]:
+    if is_a(owner, DEVICE_CLASSES):
+        if outputs == 3 * inputs and inputs % DEVICES == 0:
+            return Cut((inputs // DEVICES,) * 3, axis, DEVICES), QKV
+        raise _misfit(name, outputs)
+    is_grouped = name in GROUPED or is_a(owner, GROUPED_CLASSES)
+    # A wrong order would train without any error, so nothing is guessed from a name that only looks fused.
+    if not is_grouped and name not in CONTIGUOUS:
+        raise ValueError(f"it is unknown how {name} of {type(owner).__name__} orders queries, keys and values")
+    heads = heads_of(owner, model)
+    if heads:
+        queries, keys = heads.queries * heads.width, heads.keys * heads.width
+        values = heads.values * heads.value or keys
+        per_key = heads.queries // heads.keys * heads.width
+        if is_grouped and outputs == queries + 2 * keys and heads.queries % heads.keys == 0:
+            return Cut((per_key, heads.width, heads.width), axis, heads.keys), QKV
+        # In Megatron-core's attention, gates may follow the queries of each key head, one gate per query.
+        has_gates = getattr(getattr(owner, "config", None), "attention_output_gate", False) is True
+        if is_grouped and outputs == 2 * (queries + keys) and has_gates:
+            return Cut((per_key, per_key, heads.width, heads.width), axis, heads.keys), GATED_QKV
+        if not is_grouped and outputs == queries + keys + values:
+            return Cut((queries, keys, values), axis), QKV
+    if outputs == 3 * inputs and not is_grouped and not (heads and heads.values):
+        return Cut((inputs,) * 3, axis), QKV
+    raise _misfit(name, outputs)
+
+
+def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str]:
+    """Return (split, text) as :func:`cut_fused` does, for a weight in which projections alternate from head to head."""
+    sizes: tuple[int, ...]
+    per_key = heads.values // heads.keys if heads.values and heads.values % heads.keys == 0 else 0
+    if name in LATENT:
+        sizes, groups, parts = (heads.nope, heads.value), heads.queries, KV
+    elif name in QUERIES:
+        sizes, groups, parts = (heads.width,) * 2, heads.queries, GATED_Q
+    elif name in STEPS_AND_DECAYS:
+        sizes, groups, parts = (per_key,) * 2, heads.keys, STEPS
+    else:
+        values = per_key * heads.value
+        sizes, groups, parts = (heads.width, heads.width, values, values), heads.keys, GATED_QKV
+    if all(sizes) and sum(sizes) * groups == outputs:
+        return Cut(sizes, axis, groups), parts
+    raise _misfit(name, outputs, parts)
+
+
+def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
+    """Return how to split a fused weight into gate and up; the shape of ``owner``'s down projection tells the axis."""
+    if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
+        raise ValueError(f"gate and up are interleaved output by output in {name}, so they cannot be split")
+    axis = _gate_up_axis(shape, _shape_of(owner, name.replace("gate_up", "down")))
+    if axis is None:
+        raise ValueError(f"there is no down projection next to {name} with a shape that fits a weight of gate and up")
+    return Cut((shape[axis] // 2,) * 2, axis)
+
+
+def output_axis(module: nn.Module) -> int:
+    """Return the axis of the outputs in a module's weight: 0 (rows), or 1 (columns) in GPT-2's Conv1D."""
+    return 1 if type(module).__name__ == "Conv1D" else 0
+
+
+def stack_output_axis(name: str, shape: Sequence[int], owner: nn.Module) -> int | None:
+    """Return the axis of the outputs (0: rows, 1: columns) in each matrix of stacked experts; ``None`` if unknown.
+
+    ``name``: name of the weight in its module ``owner``. ``shape``: (rows, columns) of one matrix.
+    """
+    if is_a(owner, OUTPUTS_FIRST_CLASSES):
+        return 0
+    if name.endswith("gate_up_proj"):
+        return _gate_up_axis(shape, _shape_of(owner, name.replace("gate_up", "down")))
+    if name.endswith("down_proj"):
+        return _gate_up_axis(_shape_of(owner, name.replace("down", "gate_up")), shape)
+    return None
+
+
+def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
+    """Return (rows, columns) of the weight ``name`` in ``owner``, or of one matrix of a stack; ``()`` if missing."""
+    value = getattr(owner, name, None)
+    weight = getattr(value, "weight", value)
+    return whole_shape(weight)[-2:] if isinstance(weight, Tensor) else ()
+
+
+def _gate_up_axis(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
+    """Return the axis along which a weight joins gate and up; ``None`` if the down projection's shape does not fit."""
+    if len(gate_up) < 2 or len(down) < 2:
+        return None
+    rows, cols = gate_up
+    if tuple(down) == (cols, rows // 2) and rows % 2 == 0:
+        return 0
+    return 1 if tuple(down) == (cols // 2, rows) and cols % 2 == 0 else None
+
+
+def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:
+    return ValueError(
+        f"{name} has {outputs} outputs, but {parts} need another number, according to the attention module and the "
+        "config"
+    )
+
+
+def is_pipeline(model: Any) -> bool:
+    """Return whether the model is one stage of a DeepSpeed pipeline (PipelineModule), possibly the only stage."""
+    return callable(getattr(model, "num_pipeline_stages", None))
+
+
+def stage_of(model: Any) -> int:
+    """Return the index of the pipeline stage that the model is; 0 if the model is not part of a pipeline."""
+    return model.stage_id if is_pipeline(model) else 0
+
+
+def stages_of(model: Any) -> int:
+    """Return the number of stages of the model's pipeline; 1 if the model is not part of a pipeline."""
+    return model.num_pipeline_stages() if is_pipeline(model) else 1
+
+
+def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return {parameter: reason} for a pipeline stage's embeddings and output head, which AdamW updates.
+
+    These are the parameters of tied layers, and the matrix of the pipeline's last layer if it has only one.
+    """
+    if not is_pipeline(model):
+        return {}
+    tied: Any = model.tied_modules  # layers used in several places
+    found = dict.fromkeys(tied.parameters(), "tied layer of a pipeline")
+    if stage_of(model) == stages_of(model) - 1:
+        layers = [layer for layer in model.forward_funcs if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
+        last = next((layer for layer in reversed(layers) if any(True for _ in layer.parameters())), nn.Identity())
+        matrices = [param for param in last.parameters() if param.ndim == 2]
+        if len(matrices) == 1:
+            found.setdefault(matrices[0], "output head, the only matrix of the pipeline's last layer")
+    return found
+
+
+def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the model's tied parameters that other pipeline stages also have. All copies must get equal updates."""
+    ties = model.tied_comms.values() if is_pipeline(model) else ()  # type: ignore[union-attr,operator]
+    return {param for tie in ties if len(tie["ranks"]) > 1 for param in tie["module"].parameters()}
