@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.rates import DTYPES, Rates
-from deepspeed.muon.forecast.layout import GroupSpec, Layout, lay_out, step_cost
+from deepspeed.muon.forecast import GroupSpec, Layout, lay_out, step_cost
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import Operations
 from deepspeed.muon.layout.block import Block

@@ -19,6 +19,7 @@ from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import Exchange, Staging
+from deepspeed.muon.gradients import are_finite, without_gradient
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
@@ -41,10 +42,8 @@ from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
 from deepspeed.muon.saved_state import SavedForm
-from deepspeed.muon.step.binding import StepContext, bind_partition, with_settings
-from deepspeed.muon.step.gradient_checks import are_finite, without_gradient
-from deepspeed.muon.step.normuon_moments import SecondMoments
-from deepspeed.muon.step.partition_step import PartitionStep, StepValues, short_hash
+from deepspeed.muon.second_moments import SecondMoments
+from deepspeed.muon.step import PartitionStep, StepContext, StepValues, bind_partition, short_hash, with_settings
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):

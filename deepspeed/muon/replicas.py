@@ -18,7 +18,7 @@ from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.groups import all_maxima, init_and_rank
 from deepspeed.muon.exchange.partition import whole_partition
 from deepspeed.muon.kernels.selection import choose, fast_dtype, unavailable_kernels
-from deepspeed.muon.step.binding import StepContext
+from deepspeed.muon.step import StepContext
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:

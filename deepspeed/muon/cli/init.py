@@ -21,7 +21,7 @@ from deepspeed.muon.zero.read_config import (
     parse_file,
     read_settings,
 )
-from deepspeed.muon.zero.scheduler_section import Schedule, momentum_note, read_schedule
+from deepspeed.muon.zero.scheduler import Schedule, momentum_note, read_schedule
 
 #: Values of ``optimizer.type`` that mean AdamW, in lower case: DeepSpeed's types, and the names of its classes.
 ADAMW = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")

@@ -17,14 +17,14 @@ import torch
 from deepspeed.muon import errors
 from deepspeed.muon.cli.init import LAUNCH, NEXT
 from deepspeed.muon.cli.init import convert as convert_config
-from deepspeed.muon.cli.model import build
 from deepspeed.muon.cli.parser import REPORT, parser
-from deepspeed.muon.cli.plan_tables import aligned, plan_text, rows_of
+from deepspeed.muon.cli.plan import aligned, build, plan_text, rows_of
 from deepspeed.muon.cli.report import as_text, check_launch, environment
 from deepspeed.muon.exchange.memory import Memory
 from deepspeed.muon.exchange.plan import without_collector
-from deepspeed.muon.forecast.estimate import (
+from deepspeed.muon.forecast import (
     estimate,
+    group_specs,
     nccl_bytes,
     per_rank,
     share_of_step,
@@ -32,7 +32,6 @@ from deepspeed.muon.forecast.estimate import (
     stock_clipping,
     totals,
 )
-from deepspeed.muon.forecast.layout import group_specs
 from deepspeed.muon.model.routing import head_note
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.states_by_name import import_stocks_muon

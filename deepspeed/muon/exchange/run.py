@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send shards to the owners of matrices, and shards of the results back.
 
-:class:`~deepspeed.muon.step.partition_step.PartitionStep` decides when.
+:class:`~deepspeed.muon.step.PartitionStep` decides when.
 """
 
 from __future__ import annotations

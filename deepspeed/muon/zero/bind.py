@@ -12,23 +12,25 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.config.types import GROUP_KEYS
-from deepspeed.muon.errors import MuonConfigError, log_if_slow
+from deepspeed.muon.errors import MuonConfigError, UnsupportedError, log_if_slow
 from deepspeed.muon.exchange.groups import union
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.monitor import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import split_hashes
-from deepspeed.muon.step.binding import StepContext
-from deepspeed.muon.step.partition_step import short_hash
+from deepspeed.muon.step import StepContext, short_hash
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
 from deepspeed.muon.zero.consensus import Facts, agree, differences
+from deepspeed.muon.zero.engine_step import threads_per_rank, usable_cpus
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
-from deepspeed.muon.zero.threads import threads_per_rank, usable_cpus
-from deepspeed.muon.zero.tp_ranks import grid_of, stage_number
-from deepspeed.muon.zero.wrappers.registry import adapter_for
+from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.grids import grid_of, stage_number
+from deepspeed.muon.zero.wrappers.stage0 import Plain, Stage0
+from deepspeed.muon.zero.wrappers.stage3 import Stage3
+from deepspeed.muon.zero.wrappers.stage12 import Bf16, Stage12
 from deepspeed.muon.zero.wrappers.tensor_parallel import partitions_over_tp
 
 #: Keys of a parameter group that must be equal on all ranks of a stage. Keys that a user adds are not compared.
@@ -199,3 +201,22 @@ def _judge_kernels(facts: list[Facts]) -> Facts:
             unavailable[kind] = unavailable.get(kind) or (f"rank {rank}: {reason}" if reason else None)
     dtype = next(name for name in DTYPES if any(stated["dtype"] == name for stated in facts))  # the most exact
     return {"unavailable": dict(sorted(unavailable.items())), "dtype": dtype}
+
+
+ADAPTERS: dict[str, type[Adapter]] = {adapter.CLASS: adapter for adapter in (Stage0, Stage12, Bf16, Stage3)}
+
+
+def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
+    """Return a new adapter for the wrapper that DeepSpeed put around ``optimizer``; :class:`Plain` if there is none.
+
+    Raise UnsupportedError if no adapter serves this class of wrapper.
+    """
+    if engine.optimizer is optimizer:
+        return Plain(engine, optimizer)
+    name = type(engine.optimizer).__name__
+    if name in ADAPTERS:
+        return ADAPTERS[name](engine, optimizer)
+    raise UnsupportedError(
+        f"deepspeed-muon does not support DeepSpeed's optimizer wrapper {name}; choose a ZeRO stage and precision with "
+        f"which DeepSpeed uses one of {', '.join(ADAPTERS)}, such as zero_optimization.stage 1"
+    )

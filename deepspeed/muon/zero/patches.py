@@ -25,17 +25,15 @@ from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError, Un
 from deepspeed.muon.kernels.build_lock import wait_for_torch
 from deepspeed.muon.model.param_groups import check_patterns
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.seam import Seam, replace, replaced
 from deepspeed.muon.version import TESTED_DEEPSPEED
-from deepspeed.muon.zero.bind import agree_on_settings, bind_engine
+from deepspeed.muon.zero.bind import ADAPTERS, agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import save_load, universal
+from deepspeed.muon.zero.checkpoint.nvme import check_nvme
 from deepspeed.muon.zero.engine_step import take_step
-from deepspeed.muon.zero.nvme import check_nvme
 from deepspeed.muon.zero.refusals import ON_GPUS, check_section, refuse_engine, refuse_unsupported, renames_parameters
-from deepspeed.muon.zero.scheduler_section import check_schedule, configure_scheduler, scheduler_from_config
-from deepspeed.muon.zero.tp_ranks import note_tp_rank
-from deepspeed.muon.zero.wrappers.experts import refuse_replaced_parameters, with_group_names
-from deepspeed.muon.zero.wrappers.registry import ADAPTERS
+from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
+from deepspeed.muon.zero.wrappers.adapter import Seam, replace, replaced
+from deepspeed.muon.zero.wrappers.grids import note_tp_rank, refuse_replaced_parameters, with_group_names
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock DeepSpeed refuses the second, so that a machine
 #: without this package fails instead of training with stock's Muon.

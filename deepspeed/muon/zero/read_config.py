@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from deepspeed.muon.config.messages import FILLED_BY, nearest, own_words
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
-from deepspeed.muon.forecast.layout import Layout
+from deepspeed.muon.forecast import Layout
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.model.param_groups import warn_of_odd_settings
 from deepspeed.muon.zero.patches import TYPES, is_muon, without_double_clipping
 from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
-from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule
+from deepspeed.muon.zero.scheduler import momentum_note, rate_warning, read_schedule
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -11,8 +11,8 @@ import torch
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import CheckpointError, MuonConfigError, UnsupportedError
-from deepspeed.muon.zero.tp_ranks import tp_rank
-from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast
+from deepspeed.muon.zero.wrappers.grids import tp_rank
+from deepspeed.muon.zero.wrappers.norms_and_scale import is_fp16_autocast
 
 #: Section of a ds_config -> attribute of ``DeepSpeedConfig`` that holds it.
 SECTIONS = {

@@ -18,10 +18,9 @@ from deepspeed.muon.model.routing import head_note
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.scheduler_section import momentum_note, rate_warning, read_schedule
-from deepspeed.muon.zero.tp_ranks import tp_rank
+from deepspeed.muon.zero.scheduler import momentum_note, rate_warning, read_schedule
 from deepspeed.muon.zero.wrappers.adapter import Adapter
-from deepspeed.muon.zero.wrappers.experts import expert_counts
+from deepspeed.muon.zero.wrappers.grids import expert_counts, tp_rank
 
 #: Warn if stepping sub-groups one by one takes more than this many times as long as stepping whole groups could.
 MAX_SUB_GROUP_SLOWDOWN = 1.25

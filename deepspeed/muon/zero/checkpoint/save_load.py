@@ -22,8 +22,8 @@ from deepspeed.muon.zero.checkpoint.fit import fitting_zero_state, loads_states,
 from deepspeed.muon.zero.checkpoint.states_by_name import load_by_name
 from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
-from deepspeed.muon.zero.scheduler_section import apply_schedule
-from deepspeed.muon.zero.wrappers.loss_scale import keeping_scaler
+from deepspeed.muon.zero.scheduler import apply_schedule
+from deepspeed.muon.zero.wrappers.norms_and_scale import keeping_scaler
 
 #: The most problems or tags that one error lists.
 MAX_LISTED = 4

@@ -34,7 +34,6 @@ from deepspeed.muon.saved_state import (
     saved_groups,
     settings_of,
 )
-from deepspeed.muon.seam import Seam, replace
 from deepspeed.muon.zero.checkpoint.states_by_name import (
     KEYS,
     MOMENTUM,
@@ -46,9 +45,9 @@ from deepspeed.muon.zero.checkpoint.states_by_name import (
     write,
 )
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
-from deepspeed.muon.zero.scheduler_section import apply_schedule
-from deepspeed.muon.zero.tp_ranks import tp_rank
-from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.scheduler import apply_schedule
+from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam, replace
+from deepspeed.muon.zero.wrappers.grids import tp_rank
 
 #: Replaced if the config asks for a universal checkpoint.
 SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names"),)

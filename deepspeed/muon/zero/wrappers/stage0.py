@@ -14,12 +14,9 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.seam import Seam
-from deepspeed.muon.zero.tp_ranks import tp_group, tp_rank
-from deepspeed.muon.zero.wrappers.adapter import Adapter
-from deepspeed.muon.zero.wrappers.experts import shard_group
-from deepspeed.muon.zero.wrappers.grad_norm import is_valid, mark_gradients
-from deepspeed.muon.zero.wrappers.loss_scale import is_fp16_autocast, unfused_scaler
+from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam
+from deepspeed.muon.zero.wrappers.grids import shard_group, tp_group, tp_rank
+from deepspeed.muon.zero.wrappers.norms_and_scale import is_fp16_autocast, is_valid, mark_gradients, unfused_scaler
 
 
 class Stage0(Adapter):

@@ -18,16 +18,20 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.gradients import are_finite
 from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM
 from deepspeed.muon.model.routing import TAG
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.seam import replace
-from deepspeed.muon.step.gradient_checks import are_finite
-from deepspeed.muon.zero.tp_ranks import tp_rank
-from deepspeed.muon.zero.wrappers.adapter import Adapter
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, is_valid, with_all_experts, with_norms_of_all_stages
-from deepspeed.muon.zero.wrappers.loss_scale import share_autocast_scale
+from deepspeed.muon.zero.wrappers.adapter import Adapter, replace
+from deepspeed.muon.zero.wrappers.grids import tp_rank
+from deepspeed.muon.zero.wrappers.norms_and_scale import (
+    NORM_METHODS,
+    is_valid,
+    share_autocast_scale,
+    with_all_experts,
+    with_norms_of_all_stages,
+)
 
 
 class Flat(Adapter):

@@ -17,8 +17,8 @@ from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.layout.placement import Placement, Shard
 from deepspeed.muon.model.splitting import MatrixSpec
-from deepspeed.muon.zero.tp_ranks import Grid, tp_group
 from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.grids import Grid, tp_group
 from deepspeed.muon.zero.wrappers.stage0 import Stage0
 
 #: Parameter name -> its placement among the data-parallel ranks, for one tensor-parallel rank.

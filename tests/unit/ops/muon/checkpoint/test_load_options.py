@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.saved_state import settings_of
-from deepspeed.muon.seam import replaced
 from deepspeed.muon.zero.checkpoint.save_load import _micro_batches_done
+from deepspeed.muon.zero.wrappers.adapter import replaced
 from helpers.checkpoints import error_of
 from helpers.damaged_checkpoints import attempt_all, save_alone, train_undisturbed, with_adamw_for
 from helpers.distributed import run

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.muon.seam import replaced
 from deepspeed.muon.zero.checkpoint import save_load
+from deepspeed.muon.zero.wrappers.adapter import replaced
 from helpers.checkpoints import error_of, tree
 from helpers.distributed import run
 from helpers.engine_state import ADAM, MUON, differing, local_states, master_weights, snapshot, state_sizes

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from deepspeed.muon.seam import replaced
+from deepspeed.muon.zero.wrappers.adapter import replaced
 from helpers.checkpoints import error_of, tree, verify_save
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot

@@ -14,11 +14,11 @@ import pytest
 from torch import nn
 
 from deepspeed.muon.cli import report
-from deepspeed.muon.cli.model import build
+from deepspeed.muon.cli.plan import build
 from deepspeed.muon.errors import ModelError
-from deepspeed.muon.seam import Seam
 from deepspeed.muon.zero import patches
 from deepspeed.muon.zero.read_config import Settings, read_settings
+from deepspeed.muon.zero.wrappers.adapter import Seam
 from helpers.logs import logged
 from helpers.models import TinyGpt
 from helpers.paths import ROOT

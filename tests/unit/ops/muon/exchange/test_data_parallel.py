@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon import MuonWithAuxAdam, UnsupportedError
+from deepspeed.muon import step as module
 from deepspeed.muon.exchange import plan as planning
-from deepspeed.muon.step import partition_step as module
 from helpers.distributed import Pool, run
 from helpers.engine_state import differing
 from helpers.models import MODELS, make_batch

@@ -281,7 +281,7 @@ def begun_for(awaited: tuple[str, int], **case: Any) -> set[tuple[str, int]]:
     To `send`, to `compute` or to `return` a bucket.
     """
     from deepspeed.muon.exchange.run import Exchange
-    from deepspeed.muon.step.partition_step import PartitionStep
+    from deepspeed.muon.step import PartitionStep
 
     engine = make_engine(MODELS["mlp"](), ds_config(optimizer=SECTION, dtype="bf16", **case))
     train_engine(engine, 1)

@@ -86,11 +86,11 @@ def watched_step(engine: Any, step: Callable[[], None]) -> Allocations:
 
 def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type: str, **config: Any) -> tuple[int, ...]:
     """Of this rank's first step, where the CPU plays a device: predicted bytes, the most alive, slots."""
-    from deepspeed.muon.step import binding
+    from deepspeed.muon import step
 
-    original = binding.cost_model
+    original = step.cost_model
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binding, "cost_model", lambda *args: replace(original(*args), device_type=device_type))
+        patch.setattr(step, "cost_model", lambda *args: replace(original(*args), device_type=device_type))
         patch.setattr(kernel_set, "is_accelerator", lambda device: device_type != "cpu")
         engine, step = engine_on(shapes, optimizer=with_params(**params), **config)
         mode, optimizer = watched_step(engine, step), engine.basic_optimizer

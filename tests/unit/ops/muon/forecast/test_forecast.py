@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 from deepspeed.muon.cli import main
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.memory import Memory, peak
-from deepspeed.muon.forecast.estimate import estimate, per_rank, step_operations, stock_clipping
-from deepspeed.muon.forecast.layout import GroupSpec, Layout, group_specs, lay_out
+from deepspeed.muon.forecast import (
+    GroupSpec,
+    Layout,
+    estimate,
+    group_specs,
+    lay_out,
+    per_rank,
+    step_operations,
+    stock_clipping,
+)
 from deepspeed.muon.layout.block import Block
 from deepspeed.muon.math.newton_schulz import method_of
 from deepspeed.muon.model.splitting import MatrixSpec

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.seam import replaced
+from deepspeed.muon.zero.wrappers.adapter import replaced
 
 PASSING_ON = ("/torch/", "/typing_extensions.py", "/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/muon/seam.py")
 """Parts of the paths of files that only pass calls on to torch."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.plan import CostModel
-from deepspeed.muon.forecast.layout import ABSMAX_BYTES, Layout, StepCost, StepPart, group_specs, lay_out, step_cost
+from deepspeed.muon.forecast import ABSMAX_BYTES, Layout, StepCost, StepPart, group_specs, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
 from helpers.distributed import run
 from helpers.models import MODELS

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.muon.exchange.plan import Plan
-from deepspeed.muon.step.partition_step import PartitionStep
+from deepspeed.muon.step import PartitionStep
 
 
 def run_loop(plan: Plan, exchange: Any, **phases: Callable[[Any, Any], None]) -> None:

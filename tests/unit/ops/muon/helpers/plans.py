@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.muon.exchange.bucket import GridCopy, ShardRun
 from deepspeed.muon.exchange.memory import BatchSize, Demand, PartitionDemand
 from deepspeed.muon.exchange.plan import CostModel, Plan, global_plan
-from deepspeed.muon.forecast.layout import GroupSpec
+from deepspeed.muon.forecast import GroupSpec
 from deepspeed.muon.layout.block import Block
 from deepspeed.muon.layout.placement import Placement, Shard
 from deepspeed.muon.model.splitting import MatrixSpec

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.seam import replace
-from deepspeed.muon.step.gradient_checks import are_finite
-from deepspeed.muon.zero.wrappers.grad_norm import NORM_METHODS, watch_norms
+from deepspeed.muon.gradients import are_finite
+from deepspeed.muon.zero.wrappers.adapter import replace
+from deepspeed.muon.zero.wrappers.norms_and_scale import NORM_METHODS, watch_norms
 from helpers.contracts import Spoil
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.replicas import bind_without_sharding
-from deepspeed.muon.step.partition_step import PartitionStep
+from deepspeed.muon.step import PartitionStep
 from helpers.distributed import run
 from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
 

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.zero.scheduler_section import rate_warning, read_schedule
+from deepspeed.muon.zero.scheduler import rate_warning, read_schedule
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import Mlp, train_engine

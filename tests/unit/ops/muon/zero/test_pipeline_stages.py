@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.muon.seam import replace
+from deepspeed.muon.zero.wrappers.adapter import replace
 from deepspeed.muon.zero.wrappers.stage12 import with_norms_of_all_stages
 from helpers.distributed import run
 from helpers.engine_state import differing

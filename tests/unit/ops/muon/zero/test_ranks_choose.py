@@ -27,17 +27,17 @@ OPEN = {"type": "Muon", "params": PARAMS | {"ns_dtype": "auto"}}
 @contextmanager
 def calls() -> Iterator[list[tuple[str, str, torch.dtype]]]:
     """Shape, method and dtype of every call of Newton-Schulz in a step."""
-    from deepspeed.muon.step import partition_step
+    from deepspeed.muon import step
 
     found: list[tuple[str, str, torch.dtype]] = []
-    original = partition_step.orthogonalize
+    original = step.orthogonalize
 
     def noting(x: Tensor, schedule: Any, *, method: str, dtype: torch.dtype, **others: Any) -> Tensor:
         found.append(("x".join(map(str, sorted(x.shape[1:]))), method, dtype))
         return original(x, schedule, method=method, dtype=dtype, **others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition_step, "orthogonalize", noting)
+        patch.setattr(step, "orthogonalize", noting)
         yield found
 
 

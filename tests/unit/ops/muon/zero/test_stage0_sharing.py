@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.muon.exchange import plan as planning
 from deepspeed.muon.exchange.plan import global_plan
-from deepspeed.muon.forecast.layout import Layout
+from deepspeed.muon.forecast import Layout
 from deepspeed.muon.layout.placement import Placement, Shard
 from deepspeed.muon.math.coefficients import schedule
 from helpers.distributed import run
@@ -64,7 +64,7 @@ def test_work_is_shared_where_it_outweighs_the_bytes() -> None:
 
 def trained(share: bool, model: str = "broad", steps: int = 4, **config: Any) -> dict[str, Any]:
     """Weights and momentum of this rank, matrices that it orthogonalized, bytes that its plans send."""
-    from deepspeed.muon.step import partition_step as module
+    from deepspeed.muon import step as module
 
     done, originals = [], (module.orthogonalize, planning.is_worth_sharing)
 

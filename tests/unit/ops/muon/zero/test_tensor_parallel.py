@@ -3,7 +3,7 @@
 
 import pytest
 
-from deepspeed.muon.zero.tp_ranks import _lines, _positions
+from deepspeed.muon.zero.wrappers.grids import _lines, _positions
 from helpers.distributed import run
 from helpers.tensor_parallel import holders
 from helpers.training import with_params

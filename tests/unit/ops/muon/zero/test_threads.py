@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.step import partition_step
-from deepspeed.muon.zero.threads import limited_threads, threads_per_rank
+from deepspeed.muon import step
+from deepspeed.muon.zero.engine_step import limited_threads, threads_per_rank
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import Mlp
@@ -65,7 +65,7 @@ def threads_of_a_run(threads: int, cpus: int, stage: int) -> tuple[set[int], int
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deepspeed.muon.zero.bind.usable_cpus", lambda: list(range(cpus)))
-        patch.setattr("deepspeed.muon.step.partition_step.orthogonalize", noting(partition_step.orthogonalize))
+        patch.setattr("deepspeed.muon.step.orthogonalize", noting(step.orthogonalize))
         with logged() as lines:
             engine = make_engine(
                 Mlp(), ds_config(stage=stage, offload=True, optimizer={"type": "Muon", "params": PARAMS})

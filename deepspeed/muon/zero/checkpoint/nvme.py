@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.refusals import offload_device
-from deepspeed.muon.zero.wrappers.experts import shard_group
+from deepspeed.muon.zero.wrappers.grids import shard_group
 
 #: DeepSpeed swaps tensors of at least this many bytes, or of ``aio.block_size`` if that is larger.
 MIN_SWAPPED_BYTES = 2**20

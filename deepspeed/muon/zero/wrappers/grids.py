@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks hold the shards of a matrix under tensor parallelism: AutoTP, an mpu, or a pipeline's axis "model"."""
+"""Which ranks share what: tensor-parallel groups, grids of tensor and data parallelism, and groups of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import deepspeed.comm as comm
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import bwc
@@ -110,3 +112,43 @@ def stage_number(engine: Any, optimizer: MuonWithAuxAdam) -> int:
     """
     rank, size = tp_rank(engine) if optimizer.config.tp_mode == "shard" else (0, 1)
     return optimizer.stage * size + rank
+
+
+def shard_group(engine: Any, group: Mapping[str, Any]) -> Any:
+    """Return the process group over which ZeRO shards a parameter group.
+
+    It consists of all data-parallel ranks or, for experts, of the ranks that hold the same experts. At stage 0, each of
+    these ranks holds the whole parameter group.
+    """
+    return engine.expert_data_parallel_group[group["name"]] if group.get("moe") else engine.seq_data_parallel_group
+
+
+def with_group_names(params: Iterable[Any]) -> list[Any]:
+    """Return ``params`` with a name in each parameter group that has none: ``group0`` in the first, and so on.
+
+    DeepSpeed needs these names to put experts into parameter groups of their own.
+    """
+    return [{"name": f"group{i}", **item} if isinstance(item, dict) else item for i, item in enumerate(params)]
+
+
+def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
+    """Return how many of Muon's matrices are experts, as texts such as ``"8 of them are experts shared by 2 ranks"``.
+
+    There is one text for each number of ranks. The list is empty for a model without experts.
+    """
+    counts: Counter[int] = Counter()
+    for partition in optimizer.partitions:
+        group = optimizer.param_groups[partition.index]
+        if group.get("moe"):
+            counts[comm.get_world_size(shard_group(engine, group))] += len(partition.blocks)
+    return [f"{count} of them are experts shared by {ranks} ranks" for ranks, count in counts.items()]
+
+
+def refuse_replaced_parameters(optimizer: MuonWithAuxAdam) -> None:
+    """Raise UnsupportedError if DeepSpeed replaced parameters of the model after the script built the optimizer."""
+    if any(param not in optimizer.specs for group in optimizer.param_groups for param in group["params"]):
+        raise UnsupportedError(
+            "DeepSpeed replaced parameters (AutoEP, AutoTP) after the script built the optimizer, which would not "
+            'update the new ones; set "type": "Muon" in ds_config.json, or pass '
+            "optimizer=lambda params: MuonWithAuxAdam(params, model=model, ...) to deepspeed.initialize"
+        )
