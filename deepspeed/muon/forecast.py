@@ -16,10 +16,11 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.bucket import OwnedBlocks
 from deepspeed.muon.exchange.memory import Demand, Memory, PartitionDemand, Peak, demands_of, peak
+from deepspeed.muon.exchange.partition import PlacedBlock, Shard
 from deepspeed.muon.exchange.plan import CostModel, GlobalPlan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
 from deepspeed.muon.layout.block import Block
-from deepspeed.muon.layout.placement import PlacedBlock, Placement, Shard, Spread
+from deepspeed.muon.layout.placement import Placement, Spread
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import exact_method, flops, method_of
 from deepspeed.muon.math.rules import scale_factor

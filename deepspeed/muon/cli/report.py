@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from deepspeed.muon.cli.live_trial import run_trial
 from deepspeed.muon.cli.plan import aligned
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
+from deepspeed.muon.zero.live_trial import run_trial
 from deepspeed.muon.zero.patches import is_tested, seam_states
 from deepspeed.muon.zero.read_config import accelerator, backends
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from deepspeed.muon.config.messages import did_you_mean, unknown_inside
+from deepspeed.muon.layout.block import Cut
 from deepspeed.muon.math import coefficients
 
 #: A string that counts as a number. YAML reads 1e-5 as a string, so configs contain such strings.
@@ -82,36 +83,6 @@ def _compiles(value: str) -> str:
     except re.error as error:
         raise ValueError(f"{value!r} is not a regular expression: {error}") from None
     return value
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a matrix is split into several along ``axis`` (0: rows, 1: columns); a value of ``muon_split``.
-
-    ``sizes``: number of rows or columns of each new matrix; empty if the matrix stays whole. ``groups``: how many times
-    the sizes repeat along the rows; a new matrix consists of its rows from all repetitions. ``Cut((2, 1), groups=2)``
-    splits 6 rows into matrices of rows (0, 1, 3, 4) and (2, 5).
-
-    Raises:
-        ValueError: ``groups`` is above 1 with columns.
-    """
-
-    sizes: tuple[int, ...]
-    axis: int = 0
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        if self.axis == 1 and self.groups > 1:
-            raise ValueError("groups above 1 need axis 0 (rows); columns cannot be split in groups")
-
-    def __str__(self) -> str:
-        if not self.sizes:
-            return "left whole"
-        count = len(self.sizes)
-        period = next(k for k in range(1, count + 1) if self.sizes[:k] * (count // k) == self.sizes)
-        times = f"{count // period} x " if period < count else ""
-        groups = f" in {self.groups} groups" if self.groups > 1 else ""
-        return f"{times}{' + '.join(map(str, self.sizes[:period]))} {('rows', 'columns')[self.axis]}{groups}"
 
 
 def _as_cut(value: Any) -> Cut:

@@ -10,8 +10,8 @@ from itertools import groupby, zip_longest
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
+from deepspeed.muon.exchange.partition import PlacedBlock
 from deepspeed.muon.layout.block import Piece
-from deepspeed.muon.layout.placement import PlacedBlock
 
 #: (owner, matrix) pairs.
 OwnedBlocks = list[tuple[int, PlacedBlock]]

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.muon.exchange.bucket import OwnedBlocks, batches_of
+from deepspeed.muon.exchange.partition import PlacedBlock
 from deepspeed.muon.exchange.plan import GlobalPlan
 from deepspeed.muon.kernels.kernel_set import batch_limit
-from deepspeed.muon.layout.placement import PlacedBlock, Spread
+from deepspeed.muon.layout.placement import Spread
 from deepspeed.muon.math.newton_schulz import DTYPES
 
 #: Method of Newton-Schulz -> names of its small symmetric matrices.

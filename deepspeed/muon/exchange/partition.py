@@ -5,13 +5,82 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.layout.placement import PlacedBlock, Placement, Shard
+from deepspeed.muon.layout.block import Block
+from deepspeed.muon.layout.placement import Placement, Spread, spread_of
 from deepspeed.muon.math.momentum_storage import Fragment, Rows
 from deepspeed.muon.model.splitting import MatrixSpec
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter, and where its elements are.
+
+    Args:
+        spec: the parameter's name, shape and matrices.
+        tensor: index of the tensor that holds this rank's part of it, among those that one call of ``step`` updates.
+        placement: which rank holds each element.
+        tp_placements: with tensor parallelism, the placement of each tensor-parallel rank's parameter; otherwise empty.
+    """
+
+    spec: MatrixSpec
+    tensor: int
+    placement: Placement
+    tp_placements: tuple[Placement, ...] = ()
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Return the placement of each tensor-parallel rank's parameter; a single one without tensor parallelism."""
+        return self.tp_placements or (self.placement,)
+
+    @cached_property
+    def items(self) -> tuple[PlacedBlock, ...]:
+        """Return the matrices to orthogonalize in this parameter."""
+        return tuple(PlacedBlock(self, block) for block in self.spec.blocks)
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """One matrix to orthogonalize, and where its elements are.
+
+    ``shard``: the parameter that contains it. ``block``: its indices in that parameter.
+    """
+
+    shard: Shard
+    block: Block
+
+    @property
+    def name(self) -> str:
+        """Return the name of the matrix, such as ``qkv.weight[4096]``.
+
+        The number is the index of its first element in the parameter; it is left out if it is 0.
+        """
+        return f"{self.shard.spec.name}[{self.block.offset}]" if self.block.offset else self.shard.spec.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (rows, columns) of the matrix."""
+        return self.block.rows, self.block.cols
+
+    @property
+    def axis(self) -> int:
+        """Return the axis of the matrix that indexes its outputs (output features): 0 rows, 1 columns; 0 if unknown."""
+        return self.shard.spec.output_axis or 0
+
+    @property
+    def outputs(self) -> int:
+        """Return the number of outputs (output features) of the matrix."""
+        return self.shape[self.axis]
+
+    @cached_property
+    def spread(self) -> Spread:
+        """Return which ranks hold which elements of the matrix."""
+        rules = tuple(placement.rule for placement in self.shard.placements)
+        return spread_of(self.block, self.shard.spec.sharding, rules)
 
 
 @dataclass(frozen=True)

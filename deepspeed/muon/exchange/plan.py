@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from deepspeed.muon.exchange.bucket import Bucket, OwnedBlocks, batch_key, bucket_of, replicated_bucket
-from deepspeed.muon.layout.placement import PlacedBlock, Shard, Spread
+from deepspeed.muon.exchange.partition import PlacedBlock, Shard
+from deepspeed.muon.layout.placement import Spread
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import flops
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from deepspeed.muon.config.types import Cut
-
 
 class Piece(NamedTuple):
     """A rectangle of elements of a :class:`Block` (one matrix): ``rows`` rows of ``cols`` contiguous elements.
@@ -111,6 +109,36 @@ class Block:
             stride = self.stride if rows > 1 else cols
             yield Piece(self.element(at), place, rows, cols, stride, (pitch or self.cols) if rows > 1 else cols)
             at += rows * cols
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a matrix is split into several along ``axis`` (0: rows, 1: columns); a value of ``muon_split``.
+
+    ``sizes``: number of rows or columns of each new matrix; empty if the matrix stays whole. ``groups``: how many times
+    the sizes repeat along the rows; a new matrix consists of its rows from all repetitions. ``Cut((2, 1), groups=2)``
+    splits 6 rows into matrices of rows (0, 1, 3, 4) and (2, 5).
+
+    Raises:
+        ValueError: ``groups`` is above 1 with columns.
+    """
+
+    sizes: tuple[int, ...]
+    axis: int = 0
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.axis == 1 and self.groups > 1:
+            raise ValueError("groups above 1 need axis 0 (rows); columns cannot be split in groups")
+
+    def __str__(self) -> str:
+        if not self.sizes:
+            return "left whole"
+        count = len(self.sizes)
+        period = next(k for k in range(1, count + 1) if self.sizes[:k] * (count // k) == self.sizes)
+        times = f"{count // period} x " if period < count else ""
+        groups = f" in {self.groups} groups" if self.groups > 1 else ""
+        return f"{times}{' + '.join(map(str, self.sizes[:period]))} {('rows', 'columns')[self.axis]}{groups}"
 
 
 def matrices(shape: Sequence[int]) -> tuple[Block, ...]:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from deepspeed.muon.layout.block import Block, Piece
 from deepspeed.muon.layout.tensor_parallel import Sharding
-from deepspeed.muon.model.splitting import MatrixSpec
 
 
 @dataclass(frozen=True)
@@ -62,33 +61,6 @@ class Placement:
     def position(self, element: int) -> int:
         """Return the index of the parameter's ``element`` in the flat tensor of the rank that holds this element."""
         return self.base + (self.origin + element) % self.span
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One parameter, and where its elements are.
-
-    Args:
-        spec: the parameter's name, shape and matrices.
-        tensor: index of the tensor that holds this rank's part of it, among those that one call of ``step`` updates.
-        placement: which rank holds each element.
-        tp_placements: with tensor parallelism, the placement of each tensor-parallel rank's parameter; otherwise empty.
-    """
-
-    spec: MatrixSpec
-    tensor: int
-    placement: Placement
-    tp_placements: tuple[Placement, ...] = ()
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Return the placement of each tensor-parallel rank's parameter; a single one without tensor parallelism."""
-        return self.tp_placements or (self.placement,)
-
-    @cached_property
-    def items(self) -> tuple[PlacedBlock, ...]:
-        """Return the matrices to orthogonalize in this parameter."""
-        return tuple(PlacedBlock(self, block) for block in self.spec.blocks)
 
 
 class Rectangle(NamedTuple):
@@ -150,7 +122,7 @@ class Spread:
 
 
 @lru_cache(maxsize=1024)
-def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
+def spread_of(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int, int, int, int], ...]) -> Spread:
     """Return which ranks hold which elements of ``block``, a matrix.
 
     ``sharding``: how tensor parallelism splits the parameter; ``None`` if it does not. ``rules``: the
@@ -162,43 +134,3 @@ def _spread(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, int
         for part, at in sharding.parts(block, t) if sharding else ((block, 0),):
             parts.append(Rectangle(part, at, placement))
     return Spread(tuple(parts), block.cols)
-
-
-@dataclass(frozen=True)
-class PlacedBlock:
-    """One matrix to orthogonalize, and where its elements are.
-
-    ``shard``: the parameter that contains it. ``block``: its indices in that parameter.
-    """
-
-    shard: Shard
-    block: Block
-
-    @property
-    def name(self) -> str:
-        """Return the name of the matrix, such as ``qkv.weight[4096]``.
-
-        The number is the index of its first element in the parameter; it is left out if it is 0.
-        """
-        return f"{self.shard.spec.name}[{self.block.offset}]" if self.block.offset else self.shard.spec.name
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return (rows, columns) of the matrix."""
-        return self.block.rows, self.block.cols
-
-    @property
-    def axis(self) -> int:
-        """Return the axis of the matrix that indexes its outputs (output features): 0 rows, 1 columns; 0 if unknown."""
-        return self.shard.spec.output_axis or 0
-
-    @property
-    def outputs(self) -> int:
-        """Return the number of outputs (output features) of the matrix."""
-        return self.shape[self.axis]
-
-    @cached_property
-    def spread(self) -> Spread:
-        """Return which ranks hold which elements of the matrix."""
-        rules = tuple(placement.rule for placement in self.shard.placements)
-        return _spread(self.block, self.shard.spec.sharding, rules)

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from deepspeed.muon.layout.block import Block
 
 #: The attribute in which DeepSpeed's AutoTP describes how it split a parameter.
@@ -37,11 +34,6 @@ class Sharding:
     def size(self, rank: int) -> int:
         """Return the number of rows (``axis`` 0) or columns (``axis`` 1) of the parameter that ``rank`` holds."""
         return sum(size for _, size in self.ranges[rank])
-
-    def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the shard of ``rank``, cut from the unsplit parameter ``whole``; a view if the shard is one range."""
-        parts = [whole.view(self.shape).narrow(self.axis, start, size) for start, size in self.ranges[rank]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
         """Yield (part, start) for each rectangle of ``block`` that lies in the shard of ``rank``.

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import Cut
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.layout.block import Block, cut, matrices
+from deepspeed.muon.layout.block import Block, Cut, cut, matrices
 from deepspeed.muon.layout.tensor_parallel import Sharding, tp_rank
 from deepspeed.muon.model.lora import Factor
 from deepspeed.muon.model.projections import (

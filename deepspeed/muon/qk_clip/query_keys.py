@@ -10,9 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from deepspeed.muon.config.types import Cut
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.layout.block import Block, cut, matrices
+from deepspeed.muon.layout.block import Block, Cut, cut, matrices
 from deepspeed.muon.layout.tensor_parallel import local_shape, sharding_of, tp_rank, whole_shape
 from deepspeed.muon.model.projections import (
     DEVICE_CLASSES,

@@ -27,7 +27,7 @@ from deepspeed.muon.model.param_groups import check_patterns
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import ADAPTERS, agree_on_settings, bind_engine
-from deepspeed.muon.zero.checkpoint import save_load, universal
+from deepspeed.muon.zero.checkpoint import load, save, universal
 from deepspeed.muon.zero.checkpoint.nvme import check_nvme
 from deepspeed.muon.zero.engine_step import take_step
 from deepspeed.muon.zero.refusals import ON_GPUS, check_section, refuse_engine, refuse_unsupported, renames_parameters
@@ -292,10 +292,10 @@ REPLACEMENTS: dict[Seam, Callable] = {
     Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _with_muon(_get_optimizer_param),
     Seam(_ENGINE, "DeepSpeedEngine.compile"): _with_muon(_compile),
     Seam(_ENGINE, "DeepSpeedEngine.destroy"): _with_muon(_destroy),
-    Seam(_ENGINE, "DeepSpeedEngine._configure_checkpointing"): _with_muon(save_load.configure_checkpointing),
-    Seam(_ENGINE, "get_fp32_state_dict_from_zero_checkpoint"): save_load.fp32_weights,
-    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): _with_muon(save_load.save_checkpoint),
-    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): _with_muon(save_load.load_checkpoint),
+    Seam(_ENGINE, "DeepSpeedEngine._configure_checkpointing"): _with_muon(save.configure_checkpointing),
+    Seam(_ENGINE, "get_fp32_state_dict_from_zero_checkpoint"): load.fp32_weights,
+    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): _with_muon(save.save_checkpoint),
+    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): _with_muon(load.load_checkpoint),
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
 }
 _SUPPORTED = Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS")

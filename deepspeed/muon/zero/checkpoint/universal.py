@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.utils import groups
 from torch import Tensor
 
@@ -123,7 +124,7 @@ class Folder:
         if name not in self.shards:
             return whole
         cut, rank = self.shards[name]
-        return cut.shard(whole, rank)
+        return torch.cat([whole.view(cut.shape).narrow(cut.axis, *place) for place in cut.ranges[rank]], dim=cut.axis)
 
     def _whole(self, name: str, key: str) -> Tensor:
         value = self._open(f"{name}/{MOMENTUM if key == 'momentum_buffer' else key}.pt")

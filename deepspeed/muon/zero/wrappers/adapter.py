@@ -14,8 +14,8 @@ import deepspeed.comm as comm
 from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed
-from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.exchange.partition import Partition, Shard
+from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.model.projections import stages_of
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.wrappers.grids import tp_rank

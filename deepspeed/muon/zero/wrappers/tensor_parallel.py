@@ -14,8 +14,8 @@ import deepspeed.comm as comm
 
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.groups import gathered
-from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.exchange.partition import Partition, Shard
+from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grids import Grid, tp_group

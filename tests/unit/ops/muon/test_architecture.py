@@ -18,32 +18,30 @@ PREFIX = "deepspeed.muon"
 #: The package itself, "", is on top of all and is imported by none of them.
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
-    "log": set(),
     "numerics": set(),
-    "seam": set(),
     "version": set(),
-    "kernels": {"errors", "log", "numerics", "seam", "version"},
+    "layout": set(),
+    "kernels": {"errors", "numerics", "version"},
     "math": {"kernels"},
-    "matrices": {"config"},
-    "config": {"math"},
-    "plan": {"matrices"},
-    "exchange": {"plan"},
-    "param_groups": {"matrices"},
-    "scheduler_view": {"errors", "log", "version"},
+    "config": {"layout", "math"},
+    "model": {"config"},
+    "exchange": {"model"},
+    "gradients": {"exchange"},
     "monitor": {"exchange"},
-    "step": {"monitor"},
+    "second_moments": {"exchange"},
     "qk_clip": {"exchange"},
+    "step": {"gradients", "monitor", "second_moments"},
     "replicas": {"step"},
     "saved_state": {"step"},
-    "optimizer": {"param_groups", "qk_clip", "replicas", "saved_state", "scheduler_view"},
+    "optimizer": {"qk_clip", "replicas", "saved_state"},
     "forecast": {"optimizer"},
-    "zero": {"forecast", "seam"},
+    "zero": {"forecast"},
     "cli": {"zero"},
     "": {"cli"},
 }
 #: What layers may import beside the standard library, the package and DeepSpeed, if it is not torch alone.
 LIBRARIES: dict[str, set[str]] = {
-    **{name: set() for name in ("errors", "log", "seam", "version", "plan")},
+    **{name: set() for name in ("errors", "layout", "version")},
     "kernels": {"torch", "triton", "packaging", "psutil"},
     "config": {"pydantic"},
     "zero": {"torch", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
@@ -52,7 +50,7 @@ LIBRARIES: dict[str, set[str]] = {
 #: What of DeepSpeed's `comm` sends nothing between ranks.
 LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}
 #: The module and the function that launch collectives through it.
-LAUNCH = ("exchange.exchange", "_start")
+LAUNCH = ("exchange.run", "_start")
 GROUP_MAKERS = re.compile(r"^(new_(sub)?groups?\w*|split_group|init_device_mesh|DeviceMesh|_?create_\w*group\w*)$")
 #: Modules that may reach one kind of accelerator through torch, and why.
 OF_ONE_KIND = {
@@ -65,7 +63,7 @@ OF_ONE_KIND = {
 #: Modules that may compute in fp64, and why.
 IN_FP64 = {
     "math.rules": "where `has_fp64`",
-    "matrices.routing": "dtypes of the user's parameters",
+    "model.routing": "dtypes of the user's parameters",
     "exchange.groups": "where `has_fp64`",
     "monitor": "on the CPU",
 }
@@ -216,7 +214,7 @@ def deepspeed_elsewhere(name: str, module: ast.Module) -> list[str]:
 
 def other_libraries(name: str, module: ast.Module) -> set[str]:
     tops = {layer(one) for one in imported(module)} - sys.stdlib_module_names - {"deepspeed", ""}
-    return tops - (set() if name == "matrices.block" else LIBRARIES.get(layer(name), {"torch"}))
+    return tops - LIBRARIES.get(layer(name), {"torch"})
 
 
 RULES: list[Callable[[str, ast.Module], Iterable[str]]] = [

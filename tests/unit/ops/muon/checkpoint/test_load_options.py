@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed.muon.math.momentum_storage import Blocks
 from deepspeed.muon.saved_state import settings_of
-from deepspeed.muon.zero.checkpoint.save_load import _micro_batches_done
+from deepspeed.muon.zero.checkpoint.save import micro_batches_done
 from deepspeed.muon.zero.wrappers.adapter import replaced
 from helpers.checkpoints import error_of
 from helpers.damaged_checkpoints import attempt_all, save_alone, train_undisturbed, with_adamw_for
@@ -250,9 +250,9 @@ def test_who_names_the_boundary_is_not_in_the_midst_of_a_step() -> None:
     engine = SimpleNamespace(
         micro_steps=6, gradient_accumulation_steps=lambda: 4, _is_gradient_accumulation_boundary=None
     )
-    assert _micro_batches_done(engine) == 2
+    assert micro_batches_done(engine) == 2
     engine._is_gradient_accumulation_boundary = True
-    assert _micro_batches_done(engine) == 0
+    assert micro_batches_done(engine) == 0
 
 
 def test_the_ratio_to_the_schedule_is_that_of_the_config() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.muon.zero.checkpoint import save_load
+from deepspeed.muon.zero.checkpoint import load
 from deepspeed.muon.zero.wrappers.adapter import replaced
 from helpers.checkpoints import error_of, tree
 from helpers.distributed import run
@@ -28,7 +28,7 @@ def loads_that_fail(folder: str) -> list[str]:
     engine = fresh_engine(0, {"stage": 3})
     train_engine(engine, 1)
     engine.save_checkpoint(folder, tag="one")
-    with replaced(save_load, _latest=lambda original, folder: None if dist.get_rank() else original(folder)):
+    with replaced(load, _latest=lambda original, folder: None if dist.get_rank() else original(folder)):
         errors = [error_of(engine.load_checkpoint, folder)]
     engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.basic_optimizer)
     errors.append(error_of(engine.load_checkpoint, folder))

@@ -13,8 +13,9 @@ from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam as Stock
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.config.types import HARMLESS, STOCK_TUNING_KEYS, ClipOptions, Cut
+from deepspeed.muon.config.types import HARMLESS, STOCK_TUNING_KEYS, ClipOptions
 from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.layout.block import Cut
 from deepspeed.muon.math import coefficients
 from helpers.distributed import run
 from helpers.logs import logged_at_start

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from deepspeed.muon.config.types import Cut
+from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import Plan, global_plan
-from deepspeed.muon.layout.block import Block, cut, matrices
-from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.layout.block import Block, Cut, cut, matrices
+from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.layout.tensor_parallel import Sharding
 from deepspeed.muon.model.splitting import MatrixSpec
 from helpers.plans import COST

@@ -8,10 +8,11 @@ from typing import Any
 
 from deepspeed.muon.exchange.bucket import GridCopy, ShardRun
 from deepspeed.muon.exchange.memory import BatchSize, Demand, PartitionDemand
+from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import CostModel, Plan, global_plan
 from deepspeed.muon.forecast import GroupSpec
 from deepspeed.muon.layout.block import Block
-from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.model.splitting import MatrixSpec
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from deepspeed.muon.exchange.bucket import Bucket
+from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.layout.block import Block
-from deepspeed.muon.layout.placement import Shard
 from helpers.plans import all_to_all, places, spread
 
 #: The elements of a tensor or buffer; ``None`` for padding or what is not written yet.

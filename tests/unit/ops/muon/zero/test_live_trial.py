@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 
-from deepspeed.muon.cli import live_trial, main, report
+from deepspeed.muon.cli import main, report
+from deepspeed.muon.zero import live_trial
 from helpers.distributed import Pool, run
 
 

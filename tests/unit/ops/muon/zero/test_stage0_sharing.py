@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from deepspeed.muon.exchange import plan as planning
+from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import global_plan
 from deepspeed.muon.forecast import Layout
-from deepspeed.muon.layout.placement import Placement, Shard
+from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.math.coefficients import schedule
 from helpers.distributed import run
 from helpers.forecasts import check_against_the_engine, forecast

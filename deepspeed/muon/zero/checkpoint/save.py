@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SafeFiles``, a checkpoint engine for DeepSpeed: a save succeeds or fails on all ranks, and leaves no part of files.
+"""Save a checkpoint on all ranks or on none, and leave no part of files.
 
+:func:`save_checkpoint` replaces DeepSpeed's. Its files go through :class:`SafeFiles`, a checkpoint engine of which
 DeepSpeed calls ``makedirs``, ``create``, ``save`` (once per file) and ``commit`` in this order. ``create`` and
 ``commit`` are collectives and raise the error of one rank on all ranks; the other calls keep an error until then.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +18,16 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.errors import CheckpointError, logger
+from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.saved_state import read_mapped
-from deepspeed.muon.zero.consensus import raise_on_all_ranks
+from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
 
+#: Arguments of ``save_checkpoint`` and ``load_checkpoint`` that must be equal on all ranks.
+COMMON = {
+    "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
+    "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
+}  # fmt: skip
 #: Suffix of the name of a file that is not complete yet.
 TEMPORARY = ".muon-tmp"
 FAILED = (
@@ -159,3 +167,110 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def configure_checkpointing(original: Callable, engine: Any) -> None:
+    """Replace ``DeepSpeedEngine._configure_checkpointing``: put :class:`SafeFiles` around the default engine."""
+    original(engine)
+    if type(engine.checkpoint_engine).__name__ == "TorchCheckpointEngine":  # not one that the config or script names
+        is_first = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+        engine.checkpoint_engine = SafeFiles(engine.checkpoint_engine, engine.global_rank, is_first)
+
+
+def arguments_of(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
+    """Return {name: value} of all arguments of a call of the engine's method ``original``, defaults included."""
+    call = inspect.signature(original).bind(engine, *args, **options)
+    call.apply_defaults()
+    return call.arguments
+
+
+def compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
+    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
+    values = {name: value for name, value in arguments.items() if name in COMMON}
+    for name in {"save_dir", "load_dir"} & values.keys():
+        values[name] = str(Path(values[name]).absolute()) if values[name] else ""
+        if engine.use_node_local_storage():
+            values[name] = bool(values[name])  # nodes may have different folders
+    values["tag"] = None if values["tag"] is None else str(values["tag"])
+    if "custom_load_fn" in values:
+        values["custom_load_fn"] = values["custom_load_fn"] is not None
+    texts = {name: f"{call}: the argument {name}" for name in values}
+    if verdict := differences(gathered(values), texts):
+        raise CheckpointError(f"{verdict['error']}; pass the same value on all ranks. Nothing was written or changed")
+
+
+def micro_batches_done(engine: Any) -> int:
+    """Return how many micro-batches of the current step have run; 0 if the script itself decides when to step."""
+    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    if not is_managed or engine._is_gradient_accumulation_boundary is not None:
+        return 0
+    return engine.micro_steps % engine.gradient_accumulation_steps()
+
+
+def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``DeepSpeedEngine.save_checkpoint``: with :class:`SafeFiles`, succeed on all ranks or on none.
+
+    Raises:
+        CheckpointError: on all ranks, if the save failed on one of them. The files of this save are removed,
+            ``latest`` names no incomplete checkpoint, and the engine can continue training and save again.
+    """
+    arguments = arguments_of(original, engine, args, kwargs)
+    if arguments["tag"] is None:
+        arguments["tag"] = f"global_step{engine.global_steps}"
+    compare_arguments(engine, "save_checkpoint", arguments)
+    if not arguments["save_dir"]:
+        return original(**arguments)  # raises DeepSpeed's error, on all ranks
+    _warn_of_unfinished_step(engine)
+    _warn_of_different_client_states(engine, arguments["client_state"])
+    _warn_of_frozen(engine, arguments["exclude_frozen_parameters"])
+    files = engine.checkpoint_engine
+    with engine.basic_optimizer.whole_state():
+        if not isinstance(files, SafeFiles):  # it writes later, or in slices
+            return original(**arguments)
+        files.names_latest, arguments["save_latest"] = arguments["save_latest"], False
+        with files.errors_kept():
+            return original(**arguments)
+        # The other ranks wait in collectives: at stage 3 in the last one of DeepSpeed's save, then in ``commit``.
+        if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+            engine.optimizer.checkpoint_event_epilogue()
+        return files.commit()
+
+
+def _warn_of_different_client_states(engine: Any, state: Any) -> None:
+    """Warn if ranks pass different ``client_state``, except at stage 3, where every rank's is saved; a collective."""
+    plain = (str, bytes, int, float, bool, type(None))
+    facts = {
+        str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
+    }
+    found = gathered(facts)
+    differing = [rank for rank, other in enumerate(found) if other != found[0]]
+    if differing and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
+        logger.warning(
+            f"deepspeed-muon: the client_state of ranks {differing} differs from that of rank 0. At ZeRO stages 0 to 2 "
+            "DeepSpeed saves the client_state of only one rank and loads it on all ranks; before the save, "
+            "gather what all ranks need into it"
+        )
+
+
+def _warn_of_unfinished_step(engine: Any) -> None:
+    done, total = micro_batches_done(engine), engine.gradient_accumulation_steps()
+    if done and engine.global_rank == 0:
+        logger.warning(
+            f"deepspeed-muon: this checkpoint is saved after micro-batch {done} of {total} and does not contain the "
+            "gradients since the last step; a resumed run begins this step again, so give it these "
+            f"{done} micro-batches once more"
+        )
+
+
+def _warn_of_frozen(engine: Any, are_excluded: bool) -> None:
+    """Warn once, at stage 1, that DeepSpeed's ``zero_to_fp32`` will leave out frozen parameters."""
+    adapter = engine.muon_adapter
+    if engine.zero_optimization_stage() != 1 or are_excluded or adapter.has_warned_of_frozen:
+        return
+    frozen = [name for name, param in engine.module.named_parameters() if not param.requires_grad]
+    adapter.has_warned_of_frozen = True
+    if frozen and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: at ZeRO stage 1 DeepSpeed's zero_to_fp32 leaves out frozen parameters, here "
+            f"{len(frozen)} (first: {frozen[0]}); take them from mp_rank_*_model_states.pt, or use stage 2"
+        )

@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a checkpoint fits an engine, by the names and the structure of DeepSpeed's files; read before a load."""
+"""Load a checkpoint on all ranks, or raise the same error on all of them and change nothing.
+
+:func:`load_checkpoint` replaces DeepSpeed's. Every rank first checks, by the names and the structure of its files,
+whether they fit the engine (:func:`misfit`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepspeed.utils import groups
 from torch import Tensor
 
-from deepspeed.muon.errors import CheckpointError
+from deepspeed.muon.errors import CheckpointError, logger
+from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.saved_state import NAMES, conversion, routing_difference, saved_groups
+from deepspeed.muon.zero.checkpoint.save import SafeFiles, arguments_of, compare_arguments, micro_batches_done
+from deepspeed.muon.zero.checkpoint.states_by_name import load_by_name
+from deepspeed.muon.zero.consensus import raise_on_all_ranks
+from deepspeed.muon.zero.refusals import refuse_universal
+from deepspeed.muon.zero.scheduler import apply_schedule
+from deepspeed.muon.zero.wrappers.norms_and_scale import keeping_scaler
 
+#: The most problems or tags that one error lists.
+MAX_LISTED = 4
+#: The section of a ds_config that allows a load by parameter names.
+MATCH = '"checkpoint": {"muon_changed_model": "match"}'
+#: The tag of a load under way; "" if it is of a universal checkpoint, ``None`` without a load of Muon's.
+_gathered_tag: ContextVar[str | None] = ContextVar("_gathered_tag", default=None)
 Arguments = Mapping[str, Any]
 """{name of an argument of ``load_checkpoint``: value}."""
 #: Names of the files with a part of the model, and with a rank's optimizer state under ZeRO.
@@ -22,6 +42,186 @@ MODEL_FILE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states.pt")
 SHARD_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states.pt")
 Shapes = dict[str, tuple[int, ...]]
 """{name of a parameter or buffer: its shape}."""
+
+
+def fp32_weights(original: Callable, folder: str, tag: str | None = None, **options: Any) -> Any:
+    """Replace ``get_fp32_state_dict_from_zero_checkpoint``: read the tag that is being loaded, not the latest one.
+
+    A load of a universal checkpoint calls it too, and ignores the result.
+    """
+    of_load = _gathered_tag.get()
+    return {} if of_load == "" else original(folder, tag=tag or of_load, **options)
+
+
+def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``DeepSpeedEngine.load_checkpoint``: load only if the files of all ranks fit the engine.
+
+    Raises:
+        CheckpointError: on all ranks, with the same message, if a file is missing or unreadable or does not fit. The
+            engine is unchanged.
+    """
+    arguments = arguments_of(original, engine, args, kwargs)
+    compare_arguments(engine, "load_checkpoint", arguments)
+    may_change = (engine._config._param_dict.get("checkpoint") or {}).get("muon_changed_model") == "match"
+    if engine.zero_optimization_stage() == 3 and arguments["load_module_only"]:
+        # With load_module_only and optimizer states DeepSpeed would load nothing.
+        arguments["load_optimizer_states"] = False
+    wants_states, rates = loads_states(arguments), [group["lr"] for group in engine.basic_optimizer.param_groups]
+    with _reading_once(engine):
+        if by_name := _find(engine, arguments, may_change):
+            load_schedule = engine.lr_scheduler is not None and loads_states(arguments, "lr_scheduler")
+            result: tuple[Any, Any] = load_by_name(engine, arguments, wants_states, load_schedule)
+        else:
+            with keeping_scaler(engine.optimizer):
+                result = original(**arguments)
+    if result[0] is not None:
+        _finish(engine, has_rates=wants_states and not by_name)
+        _warn_of_rates(engine, rates)
+        wrapper, is_stage_0 = engine.muon_adapter.wrapper, not engine.zero_optimization()
+        if is_stage_0 and not arguments["load_optimizer_states"] and hasattr(wrapper, "refresh_fp32_params"):
+            wrapper.refresh_fp32_params()  # under ZeRO DeepSpeed does it; or the next step would undo the load
+    return result
+
+
+def _find(engine: Any, arguments: dict[str, Any], may_change: bool) -> bool:
+    """Find the checkpoint, set ``arguments["tag"]``, and return whether it must be loaded by parameter names.
+
+    A collective. ``may_change``: whether a load by names is allowed.
+
+    Raises:
+        CheckpointError, UnsupportedError: on all ranks, if the checkpoint cannot be loaded.
+    """
+    if engine.load_universal_checkpoint():
+        refuse_universal(engine)
+        arguments["tag"] = raise_on_all_ranks(partial(_universal_tag, engine, arguments), CheckpointError)
+        _gathered_tag.set("")
+        return False
+    arguments["tag"], by_name = _agreed(engine, arguments, may_change)
+    _gathered_tag.set(arguments["tag"])
+    adapter = engine.muon_adapter
+    if arguments["tag"] is not None and adapter.uses_nvme and not by_name and not loads_states(arguments):
+        read = partial(fitting_zero_state, engine, arguments)
+        adapter.weights_from = raise_on_all_ranks(read, CheckpointError)
+        # Otherwise DeepSpeed gathers the weights of all ranks in memory.
+        arguments["load_optimizer_states"] |= adapter.weights_from is not None
+    return by_name
+
+
+def _finish(engine: Any, has_rates: bool) -> None:
+    """Begin the step again. ``has_rates``: whether the groups have the checkpoint's learning rates."""
+    # Gradients of an unfinished step belong to the weights from before the load.
+    engine.micro_steps -= micro_batches_done(engine)
+    engine.muon_adapter.drop_gradients()
+    if not has_rates:
+        apply_schedule(engine)
+
+
+@contextmanager
+def _reading_once(engine: Any) -> Iterator[None]:
+    """Return a context for a load, in which each file is read once, and whose end forgets what it has read."""
+    files = engine.checkpoint_engine if isinstance(engine.checkpoint_engine, SafeFiles) else None
+    if files:
+        files.opened = {}
+    try:
+        yield
+    finally:
+        engine.muon_adapter.weights_from = None
+        _gathered_tag.set(None)
+        if files:
+            files.opened = None
+
+
+def _agreed(engine: Any, arguments: Mapping[str, Any], may_change: bool) -> tuple[str | None, bool]:
+    """Return (the tag to load, or ``None`` if there is none, whether it must be loaded by parameter names).
+
+    A collective. ``may_change``: whether a load by names is allowed.
+
+    Raises:
+        CheckpointError: on all ranks, with the problems of all, if the checkpoint cannot be loaded.
+    """
+    found = gathered(_own_view(engine, arguments))
+    tag, is_changed = found[0][0], any(other for *_, other in found)
+    ranks: dict[str, list[int]] = {}
+    for rank, (_, damage, other) in enumerate(found):
+        for text in filter(None, (damage, other if not may_change else None)):
+            ranks.setdefault(text, []).append(rank)
+    listed = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
+    if not listed and any(other != tag for other, *_ in found):
+        listed = [f"the ranks see different tags: {[other for other, *_ in found][:MAX_LISTED]}"]
+    if not listed:
+        return tag, is_changed
+    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    text = "; ".join(listed[:MAX_LISTED]) + more
+    if is_changed and not any(damage for _, damage, _ in found):
+        text += f". To load what both runs have, by parameter names, set {MATCH} in ds_config.json"
+    folder = Path(arguments["load_dir"], tag or "")
+    raise CheckpointError(f"the checkpoint {folder} cannot be loaded, and nothing was changed: {text}")
+
+
+def _own_view(engine: Any, arguments: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
+    """Return this rank's (tag, damage, why the checkpoint does not fit), each ``None`` if there is none."""
+    tag = arguments["tag"]
+    try:
+        _refuse_moved(engine)
+        tag = _latest(Path(arguments["load_dir"])) if tag is None else str(tag)
+        if tag is None:
+            return None, None, None
+        if not Path(arguments["load_dir"], tag).is_dir():
+            return tag, f"there is no folder {tag}" + ("" if arguments["tag"] else ", which latest names"), None
+        return tag, None, misfit(engine, {**arguments, "tag": tag})
+    except Exception as error:  # a damaged file can raise anything, and the other ranks wait for this view
+        return tag, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}", None
+
+
+def _refuse_moved(engine: Any) -> None:
+    """Raise CheckpointError if ``engine.offload_states()`` has moved states away; a load would lose some of them."""
+    if moved := engine.muon_adapter.moved_states:
+        raise CheckpointError(f"the states {', '.join(moved)} are still offloaded; call engine.reload_states() first")
+
+
+def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
+    """Return the tag of the universal checkpoint to load, from ``arguments`` or the file ``latest_universal``."""
+    _refuse_moved(engine)
+    folder = Path(arguments["load_dir"])
+    if tag := arguments["tag"] or _latest(folder, "latest_universal"):
+        return str(tag)
+    tag = _latest(folder)
+    raise CheckpointError(
+        f"checkpoint.load_universal is true, but {folder} has no universal checkpoint (no file latest_universal); "
+        + (
+            f"remove that key to load the checkpoint {tag}"
+            if tag
+            else "it has no other checkpoint either, so check load_dir"
+        )
+    )
+
+
+def _latest(folder: Path, name: str = "latest") -> str | None:
+    """Return the tag that is written in the file ``name`` of a checkpoint folder; ``None`` if there is no such file."""
+    file = folder / name
+    if not file.is_file():
+        return None
+    if tag := file.read_text().strip():
+        return tag
+    raise CheckpointError(f"the file {name} is empty")
+
+
+def _warn_of_rates(engine: Any, before: Sequence[float]) -> None:
+    """Warn if a load has changed the learning rates ``before`` (one for each group) and no schedule will set them."""
+    groups = engine.basic_optimizer.param_groups
+    changes = [
+        f"{group.get('name', index)} {group['lr']:g} instead of {rate:g}"
+        for index, (group, rate) in enumerate(zip(groups, before, strict=True))
+        if group["lr"] != rate
+    ]
+    if changes and engine.lr_scheduler is None and engine.global_rank == 0:
+        logger.warning(
+            "deepspeed-muon: without a learning-rate schedule, training continues with the checkpoint's learning "
+            f"rates: {', '.join(changes)}; to change them, set lr of engine.optimizer.param_groups after the load"
+        )
+
+
+# ---- whether a checkpoint fits an engine ------------------------------------------------------------------------
 
 
 def loads_states(arguments: Arguments, kind: str = "optimizer") -> bool:
