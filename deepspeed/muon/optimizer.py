@@ -64,6 +64,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             :func:`deepspeed.muon.model.routing.route`. A user may decide for a parameter by setting
             ``param.use_muon``; the constructor sets it for all others.
         config: fields of :class:`deepspeed.muon.config.schema.MuonConfig`.
+        settings: all of them, already checked, in place of ``config``.
 
     The tensors in ``param_groups`` are parameters or, under ZeRO, this rank's flat shards of several parameters. Each
     has the state ``step`` and ``momentum_buffer`` (Muon), or ``step``, ``exp_avg`` and ``exp_avg_sq`` (AdamW). Buffers
@@ -85,8 +86,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     _stats: StepStats | None = None
     _is_skip_logged = False
 
-    def __init__(self, params: Iterable[Any], *, model: nn.Module, **config: Any) -> None:
-        self.config: MuonConfig = parse(config)
+    def __init__(
+        self, params: Iterable[Any], *, model: nn.Module, settings: MuonConfig | None = None, **config: Any
+    ) -> None:
+        if settings is not None and config:
+            raise TypeError(f"pass settings or its fields, not both; got settings and {', '.join(config)}")
+        self.config: MuonConfig = settings or parse(config)
         #: How momentum and weight decay change with the step.
         self._schedules = self.config.schedules
         model, self._replicas = unwrapped(model)
@@ -96,7 +101,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         split = split_groups(params, specs, self.config)
         #: Trained parameter -> its route and matrices, in the order of the parameter groups.
         self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
-        with naming_preset_keys(config):
+        with naming_preset_keys(self.config.preset, self.config.preset_values):
             layers = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
             #: Options without effect in this pipeline stage, and the error to raise if they have none in any stage.
             self.unused_options = check_options(model, self.specs.values(), self.config, layers)

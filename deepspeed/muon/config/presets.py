@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -83,17 +83,17 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def naming_preset_keys(params: Mapping[str, Any]) -> Iterator[None]:
+def naming_preset_keys(preset: str, keys: Collection[str]) -> Iterator[None]:
     """Extend the message of a MuonConfigError from the ``with`` block: say which of the keys in it the preset has set.
 
-    ``params``: the user's ``optimizer.params``.
+    ``keys``: all keys that the preset has set.
     """
     try:
         yield
     except MuonConfigError as error:
         text = str(error)
-        keys = [key for key in filled_in(params).keys() - params.keys() if re.search(rf"\b{key}\b", text)]
-        if not keys:
+        named = sorted(key for key in keys if re.search(rf"\b{key}\b", text))
+        if not named:
             raise
-        hint = f"preset {params['preset']} has set {', '.join(sorted(keys))}; set a key to null to remove it"
+        hint = f"preset {preset} has set {', '.join(named)}; set a key to null to remove it"
         raise MuonConfigError(f"{text} ({hint})") from None

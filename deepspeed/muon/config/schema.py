@@ -159,7 +159,7 @@ class MuonConfig(BaseModel):
         """Return the dtype in which ranks send matrices to each other: ``wire_dtype`` with ``auto`` resolved."""
         if self.wire_dtype != "auto":
             return self.wire_dtype
-        # Not the dtype that is chosen by timing at start: the bits that a rank sends would depend on the machine.
+        # Not the dtype that `auto` chooses for ns_dtype: the bits that a rank sends would depend on the machine.
         return "fp32" if self.ns_dtype == "fp32" else "bf16"
 
     @property
@@ -314,6 +314,7 @@ def parse(
         errors += [dict(item) for item in error.errors()]
     if errors:
         lines = dict.fromkeys(explain(item, written, MuonConfig.model_fields, known, where) for item in errors)
-        with naming_preset_keys(params or {}):
+        params = params or {}
+        with naming_preset_keys(params.get("preset", ""), filled_in(params).keys() - params.keys()):
             raise MuonConfigError("\n".join(lines)) from None
     return config

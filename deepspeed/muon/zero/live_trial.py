@@ -25,7 +25,7 @@ WIDTH, LAYERS, VOCABULARY = 1024, 2, 512
 #: Sequences in one rank's batch, and tokens in each; steps in a training.
 ROWS, TOKENS, STEPS = 4, 16, 3
 #: The dtype, method and kernels of Newton-Schulz, and what the ranks send, are those of a run that sets nothing.
-PARAMS = {"lr": 0.01, "weight_decay": 0.1}
+PARAMS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 CLIP = 1.0
 #: A weight's change may differ from that in one process by this fraction of it: Newton-Schulz in 16 bits passes on
 #: that ranks add gradients in another order. Of a wrong update the fraction is near one.

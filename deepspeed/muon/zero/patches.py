@@ -58,8 +58,8 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
             self.optimizer_params, self.gradient_clipping, self.global_rank == 0
         )
         params = (self.optimizer_params or {}).items()
-        settings = parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
-        refuse_unsupported(self, settings)
+        self.muon_settings = parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
+        refuse_unsupported(self, self.muon_settings)
         check_section(self._param_dict.get("checkpoint"))
     _keep_user_tags()
 
@@ -101,7 +101,7 @@ def _keep_user_tags() -> None:
         if not is_muon(config_class.optimizer_name):
             original(config_class, model)
         elif _is_trained(model) and not renames_parameters(config_class):  # renamed: the optimizer checks the new names
-            check_patterns(model, parse(config_class.optimizer_params))
+            check_patterns(model, config_class.muon_settings)
 
     _undo.append(replace(deepspeed, "set_optimizer_flags", keep))
     deepspeed.set_optimizer_flags.keeps_user_tags = True
@@ -118,7 +118,9 @@ def _configure_basic_optimizer(original: Callable, self: Any, model_parameters: 
         return torch.optim.AdamW(model_parameters)
     refuse_engine(self)
     note_tp_rank(self)
-    optimizer = MuonWithAuxAdam(model_parameters, model=self.module, **(self.optimizer_params() or {}))
+    if "auto" in (params := self.optimizer_params() or {}).values():
+        parse(params)  # raises: nothing has filled it in
+    optimizer = MuonWithAuxAdam(model_parameters, model=self.module, settings=self._config.muon_settings)
     _check_before_zero(self, optimizer)
     return optimizer
 
