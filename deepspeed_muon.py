@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point in group ``torch.backends``, called by ``import torch``.
 
-It imports neither torch nor deepspeed, but hooks the import of DeepSpeed's engine. ``DS_MUON_AUTOLOAD=0`` leaves
-DeepSpeed untouched.
+It imports neither torch nor deepspeed, but hooks the import of DeepSpeed's config. The package is imported, and
+replaces what it has to replace in DeepSpeed, when a config first names Muon. ``DS_MUON_AUTOLOAD=0`` leaves DeepSpeed
+untouched.
 """
 
 import contextlib
+import functools
 import importlib.abc
 import os
 import runpy
 import sys
 from pathlib import Path
 
-_ENGINE = "deepspeed.runtime.engine"
+_CONFIG = "deepspeed.runtime.config"
 _COMMAND = "deepspeed.muon.cli"
 
 
@@ -29,16 +31,13 @@ def command() -> int:
 
 
 def autoload() -> None:
-    """Activate deepspeed-muon as soon as ``deepspeed.runtime.engine`` is imported.
-
-    Raises nothing, because an exception would break ``import torch``.
-    """
+    """Let each DeepSpeed config that names Muon activate deepspeed-muon. ``import torch`` calls it, so it never raises."""
     if _runs_command():
         sys.stdout = sys.stderr  # until the command's __main__ runs: DeepSpeed prints warnings when it is imported
     if os.environ.get("DS_MUON_AUTOLOAD", "1") == "0":
         return
-    if _ENGINE in sys.modules:
-        _activate()
+    if _CONFIG in sys.modules:
+        _watch(sys.modules[_CONFIG])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -50,18 +49,31 @@ def _runs_command() -> bool:
     return sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == [_COMMAND]
 
 
-def _activate() -> None:
-    try:
-        import deepspeed.muon  # noqa: F401  importing it activates it
-    except Exception as error:
-        print(f"deepspeed-muon is not active: {type(error).__name__}: {error}", file=sys.stderr)
+def _watch(config_module) -> None:
+    """Replace ``DeepSpeedConfig.__init__``: call it, then activate deepspeed-muon if the config may name Muon."""
+    kind = config_module.DeepSpeedConfig
+    original = kind.__init__
+    if getattr(original, "is_watched", False):
+        return
+
+    @functools.wraps(original)
+    def read(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        name, known = (self.optimizer_name or "").lower(), config_module.DEEPSPEED_OPTIMIZERS
+        # An unknown name may be a misspelt one. Once the package is imported, it looks at configs itself.
+        if "deepspeed.muon" not in sys.modules and name and (name == "muon" or name not in known):
+            importlib.import_module("deepspeed.muon")
+            importlib.import_module("deepspeed.muon.zero.patches").take_config(self)
+
+    read.is_watched = True
+    kind.__init__ = read
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Find DeepSpeed's engine module with the other finders, and activate deepspeed-muon once it has been executed."""
+    """Find DeepSpeed's config module with the other finders, and watch its class once the module has been executed."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != _ENGINE:
+        if name != _CONFIG:
             return None
         others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
@@ -85,4 +97,4 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-        _activate()
+        _watch(module)

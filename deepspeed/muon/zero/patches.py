@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Monkey-patches that are applied to DeepSpeed at import, and can be removed again.
+"""Monkey-patches that are applied to DeepSpeed once a config names Muon, and can be removed again.
 
 The adapters in ``zero/wrappers`` replace further methods of a single engine or ZeRO wrapper.
 """
@@ -48,8 +48,13 @@ def is_muon(optimizer_name: str | None) -> bool:
 
 
 def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``DeepSpeedConfig.__init__``: call the original, then raise for wrong or unsupported settings of Muon."""
+    """Replace ``DeepSpeedConfig.__init__``: call the original, then :func:`take_config`."""
     original(self, *args, **kwargs)
+    take_config(self)
+
+
+def take_config(self: Any) -> None:
+    """Parse the settings of Muon in a ``DeepSpeedConfig``, and raise if they are wrong or not supported."""
     _refuse_misspelt(self.optimizer_name)
     if is_muon(self.optimizer_name):
         self.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
@@ -183,24 +188,13 @@ def _check_client(engine: Any, optimizer: Any) -> None:
 
 
 def _refuse_other_optimizer(engine: Any, kind: type) -> None:
-    """Raise MuonConfigError if the config asks for Muon, but the script passes an optimizer of class ``kind``.
-
-    Otherwise log a warning if ``kind`` is another implementation of Muon.
-    """
+    """Raise MuonConfigError if the config asks for Muon, but the script passes an optimizer of class ``kind``."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
         raise MuonConfigError(
             f"optimizer.type: Muon, but the script passes {name} to deepspeed.initialize, and DeepSpeed would use "
             "that one; remove optimizer= from the call and pass model_parameters=model.parameters(), or remove the "
             "section optimizer from the config"
-        )
-    is_muon_by_name = "muon" in kind.__name__.lower() and not kind.__module__.startswith("deepspeed.")
-    if is_muon_by_name and engine.zero_optimization() and engine.global_rank == 0:
-        logger.warning(
-            "deepspeed-muon: the script passes another Muon, %s. Under ZeRO this optimizer gets flat vectors instead "
-            'of matrices and may not orthogonalize; pass no optimizer, and set optimizer.type to "Muon" in '
-            "ds_config.json",
-            name,
         )
 
 

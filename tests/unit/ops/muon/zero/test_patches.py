@@ -25,6 +25,7 @@ from helpers.distributed import RankError, run
 from helpers.logs import logged
 from helpers.models import Mlp, TinyGpt, train_engine
 from helpers.paths import ROOT
+from helpers.ports import free_port
 from helpers.training import ds_config, make_engine
 
 REQUIREMENTS = ROOT / "requirements" / "requirements.txt"
@@ -48,7 +49,7 @@ def ours():
 def read_config():
     DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}})
 
-ON, OFF = (3, ["deepspeed.muon.optimizer"]), (0, [])
+ON, OFF, IDLE = (3, ["deepspeed.muon.optimizer"]), (0, []), (1, [])
 """
 STOCK_THEN_OURS = """
 assert ours() == OFF and "deepspeed.muon" not in sys.modules
@@ -76,8 +77,13 @@ for _ in range(2):
     uninstall()
 """
 BROKEN = """
-import sys
-sys.modules["deepspeed.muon"] = None
+import importlib.abc, sys
+
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "deepspeed.muon": raise ModuleNotFoundError(f"{name} is broken")
+
+sys.meta_path.insert(0, Broken())
 import torch, deepspeed_muon
 deepspeed_muon.autoload()  # the second time
 assert sum("deepspeed_muon" in type(finder).__module__ for finder in sys.meta_path) == 1
@@ -87,28 +93,31 @@ import importlib.abc, importlib.util, sys, torch
 
 class Curious(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name == "deepspeed.runtime.config":
+        if name == "deepspeed.runtime.config_utils":
             sys.meta_path.remove(self)
-            assert "deepspeed.runtime.engine" not in sys.modules
-            spec = importlib.util.find_spec("deepspeed.runtime.engine")
+            assert "deepspeed.runtime.config" not in sys.modules
+            spec = importlib.util.find_spec("deepspeed.runtime.config")
             assert spec.loader.is_package(spec.name) is False
 
 sys.meta_path.insert(0, Curious())
 """
-IS_ON = "assert 'deepspeed.muon' in sys.modules and ours() == ON, ours()"
-IS_OFF = "deepspeed_muon.autoload(); assert ours() == OFF"
+IS_ON = "assert ours() == IDLE, ours(); read_config(); assert ours() == (4, ON[1]), ours()"
 LACKS_A_SEAM = "del DeepSpeedEngine._scheduler_from_config; import deepspeed.muon; assert ours()[1] == []"
 HAS_NO_HOOK = "; assert not [f for f in sys.meta_path if type(f).__module__ == 'deepspeed_muon'], 'the hook is left'"
-HALTED = ["deepspeed-muon is not active: ModuleNotFoundError: import of deepspeed.muon halted"] * 2
+IS_BROKEN = """
+try: read_config()
+except ModuleNotFoundError as error: assert "deepspeed.muon" in str(error)
+else: raise AssertionError("stock's Muon would train")
+"""
 
 
 @pytest.mark.parametrize(
     ("first", "then", "switch", "said"),
     [
-        pytest.param("", IS_ON, "", [], id="an import of deepspeed is enough"),
+        pytest.param("", IS_ON, "", [], id="the config is enough"),
         pytest.param("", STOCK_THEN_OURS, "DS_MUON_AUTOLOAD", [], id="switched off until imported"),
         pytest.param("", UNINSTALL, "DS_MUON_AUTOLOAD", [], id="uninstall gives stock back, install works again"),
-        pytest.param(BROKEN, IS_OFF, "", HALTED, id="autoload never raises"),
+        pytest.param(BROKEN, IS_BROKEN, "", [], id="autoload never raises, but a config that names Muon does"),
         pytest.param(
             *("", LACKS_A_SEAM, "DS_MUON_AUTOLOAD", ["_scheduler_from_config"]),
             id="a missing seam does not fail the import, as runs without Muon must go on",
@@ -132,6 +141,45 @@ def test_a_process(first: str, then: str, switch: str, said: list[str], tmp_path
     assert done.returncode == 0, done.stderr
     assert all(done.stderr.count(words) == said.count(words) for words in said)
     assert "was tested on DeepSpeed" not in done.stderr, "this version is a tested one"
+
+
+WITH_ADAMW = """
+import os, sys, torch, deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+
+read, calls = DeepSpeedConfig.__init__, []
+
+def follow(frame, event, _):
+    if event == "call" and "muon" in frame.f_code.co_filename and "site-packages" not in frame.f_code.co_filename:
+        calls.append(frame.f_code.co_qualname)
+
+def then_follow(self, *args, **kwargs):
+    read(self, *args, **kwargs)
+    sys.setprofile(follow)
+
+DeepSpeedConfig.__init__ = then_follow
+net = torch.nn.Linear(8, 8)
+config = {"train_batch_size": 1, "zero_optimization": {"stage": int(os.environ["STAGE"])}}
+config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+for _ in range(2):
+    engine.backward(engine(torch.ones(1, 8, device=engine.device)).sum())
+    engine.step()
+engine.save_checkpoint("saved")
+engine.load_checkpoint("saved")
+sys.setprofile(None)
+assert {*calls} <= {"_watch.<locals>.read"} and "deepspeed.muon" not in sys.modules, calls  # another config is read
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_with_adamw_executes_nothing_of_ours_after_its_config_is_read(stage: int, tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if "AUTOLOAD" not in name} | {"DS_ACCELERATOR": "cpu"}
+    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    env |= {"MASTER_PORT": str(free_port()), "STAGE": str(stage)}
+    command = [sys.executable, "-c", WITH_ADAMW]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- versions and seams -------------------------------------------------------------------------------------------
@@ -282,27 +330,6 @@ def test_a_small_model_starts_in_half_a_second_of_a_processor(stage: int) -> Non
 # ---- optimizers of the script -------------------------------------------------------------------------------------
 
 UNTESTED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-
-
-def warnings_of(kind: str, stage: int) -> list[str]:
-    """What is logged while DeepSpeed takes an optimizer of the script, of a class with this name."""
-    net = Mlp((6, 9, 6))  # no layer has a tag
-    optimizer = type(kind, (torch.optim.SGD,), {})(net.parameters(), lr=0.1)
-    config = {key: value for key, value in ds_config(stage=stage).items() if key != "optimizer"}
-    with logged(logging.WARNING) as said:
-        engine = deepspeed.initialize(model=net, optimizer=optimizer, config=config | UNTESTED)[0]
-        train_engine(engine, 1)
-        engine.destroy()
-    return said
-
-
-@pytest.mark.parametrize(("kind", "stage"), [("MuonClip", 2), ("MuonClip", 0), ("Plain", 2)])
-def test_another_muon_of_the_script_is_a_warning_under_zero(kind: str, stage: int) -> None:
-    first, second = run(warnings_of, 2, kind=kind, stage=stage)
-    assert len(first) == ((kind, stage) == ("MuonClip", 2)) and second == []
-    assert all(
-        "another Muon, " in text and ".MuonClip. Under ZeRO this optimizer gets flat vectors" in text for text in first
-    )
 
 
 def passed_beside(name: str, is_called: bool, stage: int) -> str:
