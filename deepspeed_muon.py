@@ -31,7 +31,7 @@ def command() -> int:
 
 
 def autoload() -> None:
-    """Let each DeepSpeed config that names Muon activate deepspeed-muon. ``import torch`` calls it, so it never raises."""
+    """Let each DeepSpeed config that names Muon activate deepspeed-muon. ``import torch`` calls this: never raise."""
     if _runs_command():
         sys.stdout = sys.stderr  # until the command's __main__ runs: DeepSpeed prints warnings when it is imported
     if os.environ.get("DS_MUON_AUTOLOAD", "1") == "0":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed.muon.zero.wrappers.adapter import replaced
 
-PASSING_ON = ("/torch/", "/typing_extensions.py", "/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/muon/seam.py")
+PASSING_ON = ("/torch/", "/typing_extensions.py", "/deepspeed/comm/", "/deepspeed/utils/nvtx.py")
 """Parts of the paths of files that only pass calls on to torch."""
 Reader = Callable[..., dict[str, Any]]
 
@@ -96,7 +96,10 @@ def _record_new_group(log: list[Call], original: Callable, ranks: Any = None, *a
 
 def _caller() -> str:
     frame = sys._getframe(2)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in (__file__, *PASSING_ON)):
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "replacement"  # of a method of DeepSpeed
+        or any(part in frame.f_code.co_filename for part in (__file__, *PASSING_ON))
+    ):
         frame = frame.f_back
     return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
 

@@ -84,7 +84,7 @@ def native_only(monkeypatch: pytest.MonkeyPatch) -> Operations:
         pytest.skip(builder.error_log)
     table = native.operations()
     twins = dict.fromkeys(OPERATIONS, _never) | {"symmetric": kernel_set.symmetric, "diagonal": kernel_set.diagonal}
-    monkeypatch.setattr(native, "reference", SimpleNamespace(**twins))
+    monkeypatch.setattr(native, "kernel_set", SimpleNamespace(**twins))
     return table
 
 
