@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import deepspeed
+import deepspeed.muon  # its import is not counted
 
 PACKAGE = Path(__file__).resolve().parents[1] / "deepspeed" / "muon"
 PORT = 29511

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from deepspeed.muon.config.presets import naming_preset_keys
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import UnsupportedError, logger
-from deepspeed.muon.exchange.groups import Agreed, agreed
+from deepspeed.muon.exchange.groups import Agreed, agreed, short_hash
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import Exchange, Staging
-from deepspeed.muon.gradients import are_finite, without_gradient
-from deepspeed.muon.kernels.kernel_set import Workspace
+from deepspeed.muon.kernels.kernel_set import Workspace, fixed_numerics
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
 from deepspeed.muon.math.newton_schulz import DTYPES
@@ -37,13 +36,25 @@ from deepspeed.muon.model.projections import stage_of
 from deepspeed.muon.model.routing import route, tag_parameters
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.monitor import Phase, StepStats
-from deepspeed.muon.numerics import fixed_numerics
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.second_moments import SecondMoments
-from deepspeed.muon.step import PartitionStep, StepContext, StepValues, bind_partition, short_hash, with_settings
+from deepspeed.muon.step import (
+    PartitionStep,
+    StepContext,
+    StepValues,
+    are_finite,
+    bind_partition,
+    with_settings,
+    without_gradient,
+)
+
+
+def settings_text(group: Mapping[str, Any]) -> str:
+    """Return a text of everything in a parameter group that decides the bits of its update."""
+    return repr(sorted((key, value) for key, value in group.items() if key != "params"))
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -191,6 +202,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._steps[partition.tensors[0]] = bind_partition(
                 partition,
                 group,
+                settings=settings_text(group),
                 config=self.config,
                 dtype=self.ns_dtype,
                 context=self.context,
@@ -217,7 +229,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if self._device is None:
             return
         for tensor, step in self._steps.items():
-            self._steps[tensor] = with_settings(step, self.param_groups[step.partition.index])
+            if step.settings != settings_text(group := self.param_groups[step.partition.index]):
+                self._steps[tensor] = with_settings(step, group, settings_text(group))
         self.second_moments.bind(self._steps.values())
 
     def connect(self) -> None:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.errors import logger
+from deepspeed.muon.exchange.groups import short_hash
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, storage_dtype, zero_codes
 from deepspeed.muon.second_moments import SAVED
-from deepspeed.muon.step import short_hash
 
 #: Keys of a saved group: the momentum's dtype if it was int8; the state of the loss scaler of fp16 autocast at stage 0;
 #: the names of the group's parameters at stage 0.

@@ -167,7 +167,7 @@ class Bucket:
         )
         return first if is_direct else None
 
-    @property
+    @cached_property
     def receive_copies(self) -> tuple[GridCopy, ...]:
         """Return the copies from the bucket's receive buffer into its matrices; empty without a receive buffer."""
         return self.received if self.direct_receive_start is None else ()

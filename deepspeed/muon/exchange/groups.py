@@ -25,6 +25,11 @@ from deepspeed.muon.kernels.kernel_set import has_fp64
 Agreed = NewType("Agreed", bool)
 
 
+def short_hash(text: str, digits: int = 16) -> str:
+    """Return the first ``digits`` hexadecimal digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
 def processes() -> int:
     """Return the number of processes in the job; 1 if torch.distributed is not initialized."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

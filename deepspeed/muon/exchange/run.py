@@ -57,7 +57,7 @@ class BucketBuffers:
         """
         run = self.bucket.runs[index]
         at = run.copy.at if self.host is None else self.bucket.host_places[index]
-        return self.shard_side_buffer(run.in_place).narrow(0, at, run.copy.numel)
+        return self.shard_side_buffer(run.in_place).narrow(0, at, run.copy.rows * run.copy.cols)
 
     def shard_side_buffer(self, in_place: bool) -> Tensor:
         """Return the bucket's 1-D buffer that gets this rank's input of Newton-Schulz and, later, the results for it.

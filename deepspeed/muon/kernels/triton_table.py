@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Workspace
+from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Workspace, fixed_numerics
 from deepspeed.muon.kernels.rounding import block_count
-from deepspeed.muon.numerics import fixed_numerics
 
 FP32, BF16, INT8 = (torch.float32,), (torch.bfloat16,), (torch.int8,)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

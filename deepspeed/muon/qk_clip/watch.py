@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.numerics import fixed_numerics
+from deepspeed.muon.kernels.kernel_set import fixed_numerics
 from deepspeed.muon.qk_clip.logits import Visible, largest_logits
 from deepspeed.muon.qk_clip.query_keys import Attention
 

@@ -13,13 +13,13 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError, UnsupportedError, log_if_slow
-from deepspeed.muon.exchange.groups import union
+from deepspeed.muon.exchange.groups import short_hash, union
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.monitor import Recorder
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import split_hashes
-from deepspeed.muon.step import StepContext, short_hash
+from deepspeed.muon.step import StepContext
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
 from deepspeed.muon.zero.consensus import Facts, agree, differences

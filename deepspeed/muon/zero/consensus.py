@@ -7,16 +7,18 @@ a rank runs another optimizer. :func:`raise_on_all_ranks` makes an error on one 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from deepspeed.muon.errors import DisagreementError
+from deepspeed.muon.errors import CheckpointError, DisagreementError
 from deepspeed.muon.exchange.groups import gathered, ranks_by_value
 
 Facts = dict[str, Any]
@@ -191,3 +193,34 @@ def _join_messages(texts: list[str | None]) -> str:
         return str(texts[0])
     found = [(text, ranks) for text, ranks in ranks_by_value(texts).items() if text is not None]
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {str(ranks).strip('[]')}: {text}" for text, ranks in found)
+
+
+# ---- arguments of a call -----------------------------------------------------------------------------------------
+
+#: Arguments of ``save_checkpoint`` and ``load_checkpoint`` that must be equal on all ranks.
+COMMON = {
+    "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
+    "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
+}  # fmt: skip
+
+
+def arguments_of(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
+    """Return {name: value} of all arguments of a call of the engine's method ``original``, defaults included."""
+    call = inspect.signature(original).bind(engine, *args, **options)
+    call.apply_defaults()
+    return call.arguments
+
+
+def compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
+    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
+    values = {name: value for name, value in arguments.items() if name in COMMON}
+    for name in {"save_dir", "load_dir"} & values.keys():
+        values[name] = str(Path(values[name]).absolute()) if values[name] else ""
+        if engine.use_node_local_storage():
+            values[name] = bool(values[name])  # nodes may have different folders
+    values["tag"] = None if values["tag"] is None else str(values["tag"])
+    if "custom_load_fn" in values:
+        values["custom_load_fn"] = values["custom_load_fn"] is not None
+    texts = {name: f"{call}: the argument {name}" for name in values}
+    if verdict := differences(gathered(values), texts):
+        raise CheckpointError(f"{verdict['error']}; pass the same value on all ranks. Nothing was written or changed")

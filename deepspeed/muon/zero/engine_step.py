@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's step: recorded or timed if the config asks for it, with a line in the log if it is skipped."""
+"""An engine's step: refused where it cannot be right, recorded or timed if the config asks for it, on few threads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,41 @@ from typing import Any
 
 import torch
 
+from deepspeed.muon.errors import CallOrderError
 from deepspeed.muon.monitor import Phase
 
 #: Phases of a step, as DeepSpeed's timers name them with ``wall_clock_breakdown``.
 TIMERS = tuple(f"muon_{phase}" for phase in ("prepare", "exchange", "newton_schulz", "apply", "adamw"))
+
+
+_AWAY = "{} are still offloaded; call engine.reload_states() first"
+
+
+def record_backward(original: Callable, self: Any) -> None:
+    """Replace ``DeepSpeedEngine._backward_prologue``, which every backward calls: record that a backward has run.
+
+    Raise CallOrderError if ``engine.offload_states()`` has moved states that a backward needs.
+    """
+    # A backward needs neither master weights (hp_params) nor optimizer states, but everything else.
+    if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
+        raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
+    self.muon_adapter.has_backward = True
+    original(self)
+
+
+def refuse_early_step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``DeepSpeedEngine.step``: raise CallOrderError if no backward has run, or states are still offloaded."""
+    adapter = self.muon_adapter
+    if adapter.moved_states:
+        raise CallOrderError(f"step() after offload_states(): {_AWAY.format(', '.join(adapter.moved_states))}")
+    # A script may write param.grad itself instead of calling backward.
+    if not adapter.has_backward and all(param.grad is None for param in self.module.parameters()):
+        raise CallOrderError(
+            "step() without a backward since the last step(): there is no gradient to step with; call "
+            "engine.backward(loss) once before each engine.step(), with gradient accumulation too"
+        )
+    adapter.has_backward = False
+    return original(self, *args, **kwargs)
 
 
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from deepspeed.muon.config.messages import FILLED_BY, nearest
 from deepspeed.muon.config.schema import parse
-from deepspeed.muon.errors import CallOrderError, MuonConfigError, SeamError, UnsupportedError, logger
+from deepspeed.muon.errors import MuonConfigError, SeamError, UnsupportedError, logger
 from deepspeed.muon.kernels.build_lock import wait_for_torch
 from deepspeed.muon.model.param_groups import check_patterns
 from deepspeed.muon.optimizer import MuonWithAuxAdam
@@ -29,10 +29,10 @@ from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import ADAPTERS, agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import load, save, universal
 from deepspeed.muon.zero.checkpoint.nvme import check_nvme
-from deepspeed.muon.zero.engine_step import take_step
+from deepspeed.muon.zero.engine_step import record_backward, refuse_early_step, take_step
 from deepspeed.muon.zero.refusals import ON_GPUS, check_section, refuse_engine, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
-from deepspeed.muon.zero.wrappers.adapter import Seam, replace, replaced
+from deepspeed.muon.zero.wrappers.adapter import Seam, has_muon, replace, replaced
 from deepspeed.muon.zero.wrappers.grids import note_tp_rank, refuse_replaced_parameters, with_group_names
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock DeepSpeed refuses the second, so that a machine
@@ -229,71 +229,36 @@ def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
     return [group.get(name, 0.0) for group in self.basic_optimizer.given.param_groups]
 
 
-def _record_backward(original: Callable, self: Any) -> None:
-    """Replace ``DeepSpeedEngine._backward_prologue``, which every backward calls: record that a backward has run.
-
-    Raise CallOrderError if ``engine.offload_states()`` has moved states that a backward needs.
-    """
-    # A backward needs neither master weights (hp_params) nor optimizer states, but everything else.
-    if moved := [kind for kind in self.muon_adapter.moved_states if kind not in ("hp_params", "optim_states")]:
-        raise CallOrderError(f"backward() after offload_states(): {_AWAY.format(', '.join(moved))}")
-    self.muon_adapter.has_backward = True
-    original(self)
-
-
-def _step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.step``: raise CallOrderError if no backward has run, or states are still offloaded."""
-    adapter = self.muon_adapter
-    if adapter.moved_states:
-        raise CallOrderError(f"step() after offload_states(): {_AWAY.format(', '.join(adapter.moved_states))}")
-    # A script may write param.grad itself instead of calling backward.
-    if not adapter.has_backward and all(param.grad is None for param in self.module.parameters()):
-        raise CallOrderError(
-            "step() without a backward since the last step(): there is no gradient to step with; call "
-            "engine.backward(loss) once before each engine.step(), with gradient accumulation too"
-        )
-    adapter.has_backward = False
-    return original(self, *args, **kwargs)
-
-
 def _destroy(original: Callable, self: Any) -> None:
     """Replace ``DeepSpeedEngine.destroy``: call the original, then release what else would outlive the engine."""
     original(self)
     self.muon_adapter.release()
 
 
-def _with_muon(function: Callable) -> Callable:
-    """Return a function that calls ``function`` if an engine has a MuonWithAuxAdam, otherwise the original method."""
-
-    @functools.wraps(function)
-    def call(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(engine, "basic_optimizer", None), MuonWithAuxAdam):
-            return function(original, engine, *args, **kwargs)
-        return original(engine, *args, **kwargs)
-
-    return call
-
-
-_AWAY = "{} are still offloaded; call engine.reload_states() first"
 _ENGINE = "deepspeed.runtime.engine"
-#: Attribute of DeepSpeed -> the function that replaces it at activation; its first argument is the original.
-REPLACEMENTS: dict[Seam, Callable] = {
+#: Attribute of DeepSpeed -> the function that replaces it; its first argument is the original.
+ALWAYS: dict[Seam, Callable] = {
+    Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
     Seam(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer"): _configure_basic_optimizer,
     Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): _configure_optimizer,
-    Seam(_ENGINE, "DeepSpeedEngine._configure_lr_scheduler"): _with_muon(configure_scheduler),
-    Seam(_ENGINE, "DeepSpeedEngine._scheduler_from_config"): _with_muon(scheduler_from_config),
-    Seam(_ENGINE, "DeepSpeedEngine._backward_prologue"): _with_muon(_record_backward),
-    Seam(_ENGINE, "DeepSpeedEngine.step"): _with_muon(_step),
-    Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): _with_muon(take_step),
-    Seam(_ENGINE, "DeepSpeedEngine._get_optimizer_param"): _with_muon(_get_optimizer_param),
-    Seam(_ENGINE, "DeepSpeedEngine.compile"): _with_muon(_compile),
-    Seam(_ENGINE, "DeepSpeedEngine.destroy"): _with_muon(_destroy),
-    Seam(_ENGINE, "DeepSpeedEngine._configure_checkpointing"): _with_muon(save.configure_checkpointing),
     Seam(_ENGINE, "get_fp32_state_dict_from_zero_checkpoint"): load.fp32_weights,
-    Seam(_ENGINE, "DeepSpeedEngine.save_checkpoint"): _with_muon(save.save_checkpoint),
-    Seam(_ENGINE, "DeepSpeedEngine.load_checkpoint"): _with_muon(load.load_checkpoint),
-    Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
 }
+#: The same, of methods of an engine; other engines than those with a MuonWithAuxAdam run the original.
+_OF_ENGINES: dict[str, Callable] = {
+    "_configure_lr_scheduler": configure_scheduler,
+    "_scheduler_from_config": scheduler_from_config,
+    "_get_optimizer_param": _get_optimizer_param,
+    "compile": _compile,
+    "_backward_prologue": record_backward,
+    "step": refuse_early_step,
+    "_take_model_step": take_step,
+    "_configure_checkpointing": save.configure_checkpointing,
+    "save_checkpoint": save.save_checkpoint,
+    "load_checkpoint": load.load_checkpoint,
+    "destroy": _destroy,
+}
+WITH_MUON = {Seam(_ENGINE, f"DeepSpeedEngine.{name}"): function for name, function in _OF_ENGINES.items()}
+REPLACEMENTS = ALWAYS | WITH_MUON
 _SUPPORTED = Seam("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS")
 #: Every attribute of DeepSpeed that is replaced or extended, at activation or later.
 SEAMS: tuple[Seam, ...] = (
@@ -328,7 +293,7 @@ def install() -> None:
         )
     for seam, function in REPLACEMENTS.items():
         owner, name = seam.find()
-        _undo.append(replace(owner, name, function))
+        _undo.append(replace(owner, name, function, when=has_muon if seam in WITH_MUON else None))
     # torch before 2.15 waits forever for the lock file of a process that was killed; the replacement logs which it is.
     with suppress(ImportError):
         _undo.append(replace(importlib.import_module("torch.utils.file_baton").FileBaton, "wait", wait_for_torch))

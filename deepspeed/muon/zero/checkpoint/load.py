@@ -22,12 +22,11 @@ from torch import Tensor
 from deepspeed.muon.errors import CheckpointError, logger
 from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.saved_state import NAMES, conversion, routing_difference, saved_groups
-from deepspeed.muon.zero.checkpoint.save import SafeFiles, arguments_of, compare_arguments, micro_batches_done
+from deepspeed.muon.zero.checkpoint.save import SafeFiles, micro_batches_done
 from deepspeed.muon.zero.checkpoint.states_by_name import load_by_name
-from deepspeed.muon.zero.consensus import raise_on_all_ranks
+from deepspeed.muon.zero.consensus import arguments_of, compare_arguments, raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.scheduler import apply_schedule
-from deepspeed.muon.zero.wrappers.norms_and_scale import keeping_scaler
 
 #: The most problems or tags that one error lists.
 MAX_LISTED = 4
@@ -72,7 +71,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
             load_schedule = engine.lr_scheduler is not None and loads_states(arguments, "lr_scheduler")
             result: tuple[Any, Any] = load_by_name(engine, arguments, wants_states, load_schedule)
         else:
-            with keeping_scaler(engine.optimizer):
+            with _keeping_scaler(engine.optimizer):
                 result = original(**arguments)
     if result[0] is not None:
         _finish(engine, has_rates=wants_states and not by_name)
@@ -81,6 +80,19 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         if is_stage_0 and not arguments["load_optimizer_states"] and hasattr(wrapper, "refresh_fp32_params"):
             wrapper.refresh_fp32_params()  # under ZeRO DeepSpeed does it; or the next step would undo the load
     return result
+
+
+@contextmanager
+def _keeping_scaler(wrapper: Any) -> Iterator[None]:
+    """Return a context for loading a checkpoint: ignore a saved loss scaler of another class than the wrapper's.
+
+    A run in another precision saves such a scaler. The wrapper then keeps its own.
+    """
+    names = ("loss_scaler", "dynamic_loss_scale")
+    before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
+    yield
+    if before and type(wrapper.loss_scaler) is not type(before["loss_scaler"]):
+        vars(wrapper).update(before)
 
 
 def _find(engine: Any, arguments: dict[str, Any], may_change: bool) -> bool:

@@ -8,9 +8,8 @@ DeepSpeed calls ``makedirs``, ``create``, ``save`` (once per file) and ``commit`
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +20,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.muon.errors import CheckpointError, logger
 from deepspeed.muon.exchange.groups import gathered
 from deepspeed.muon.saved_state import read_mapped
-from deepspeed.muon.zero.consensus import differences, raise_on_all_ranks
+from deepspeed.muon.zero.consensus import arguments_of, compare_arguments, raise_on_all_ranks
 
-#: Arguments of ``save_checkpoint`` and ``load_checkpoint`` that must be equal on all ranks.
-COMMON = {
-    "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
-    "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
-}  # fmt: skip
 #: Suffix of the name of a file that is not complete yet.
 TEMPORARY = ".muon-tmp"
 FAILED = (
@@ -177,28 +171,6 @@ def configure_checkpointing(original: Callable, engine: Any) -> None:
         engine.checkpoint_engine = SafeFiles(engine.checkpoint_engine, engine.global_rank, is_first)
 
 
-def arguments_of(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
-    """Return {name: value} of all arguments of a call of the engine's method ``original``, defaults included."""
-    call = inspect.signature(original).bind(engine, *args, **options)
-    call.apply_defaults()
-    return call.arguments
-
-
-def compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
-    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
-    values = {name: value for name, value in arguments.items() if name in COMMON}
-    for name in {"save_dir", "load_dir"} & values.keys():
-        values[name] = str(Path(values[name]).absolute()) if values[name] else ""
-        if engine.use_node_local_storage():
-            values[name] = bool(values[name])  # nodes may have different folders
-    values["tag"] = None if values["tag"] is None else str(values["tag"])
-    if "custom_load_fn" in values:
-        values["custom_load_fn"] = values["custom_load_fn"] is not None
-    texts = {name: f"{call}: the argument {name}" for name in values}
-    if verdict := differences(gathered(values), texts):
-        raise CheckpointError(f"{verdict['error']}; pass the same value on all ranks. Nothing was written or changed")
-
-
 def micro_batches_done(engine: Any) -> int:
     """Return how many micro-batches of the current step have run; 0 if the script itself decides when to step."""
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
@@ -224,7 +196,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     _warn_of_different_client_states(engine, arguments["client_state"])
     _warn_of_frozen(engine, arguments["exclude_frozen_parameters"])
     files = engine.checkpoint_engine
-    with engine.basic_optimizer.whole_state():
+    with engine.basic_optimizer.second_moments.whole():
         if not isinstance(files, SafeFiles):  # it writes later, or in slices
             return original(**arguments)
         files.names_latest, arguments["save_latest"] = arguments["save_latest"], False

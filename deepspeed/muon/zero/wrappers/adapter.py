@@ -172,22 +172,30 @@ class Seam(NamedTuple):
             return False
 
 
-def replace(owner: Any, name: str, function: Callable) -> Callable[[], None]:
+def replace(owner: Any, name: str, function: Callable, when: Callable[[Any], bool] | None = None) -> Callable[[], None]:
     """Make ``owner.name(...)`` call ``function(original, ...)``, and return a function that undoes the replacement.
 
     ``owner`` is a class, an instance or a module. If it inherited the attribute, it inherits it again after the undo.
+    ``when``: where it returns False for the first argument, such as ``self``, only the original is called.
     """
     before = vars(owner).get(name)  # None if the attribute is inherited
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
+        if when is not None and not when(args[0]):
+            return original(*args, **kwargs)
         return function(original, *args, **kwargs)
 
     setattr(owner, name, replacement)
     return (
         functools.partial(delattr, owner, name) if before is None else functools.partial(setattr, owner, name, before)
     )
+
+
+def has_muon(engine: Any) -> bool:
+    """Return whether an engine's optimizer is a MuonWithAuxAdam."""
+    return isinstance(getattr(engine, "basic_optimizer", None), MuonWithAuxAdam)
 
 
 @contextmanager

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -169,16 +168,3 @@ def share_autocast_scale(engine: Any) -> None:
         consecutive_hysteresis=False,
         raise_error_at_min_scale=False,
     )
-
-
-@contextmanager
-def keeping_scaler(wrapper: Any) -> Iterator[None]:
-    """Return a context for loading a checkpoint: ignore a saved loss scaler of another class than the wrapper's.
-
-    A run in another precision saves such a scaler. The wrapper then keeps its own.
-    """
-    names = ("loss_scaler", "dynamic_loss_scale")
-    before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
-    yield
-    if before and type(wrapper.loss_scaler) is not type(before["loss_scaler"]):
-        vars(wrapper).update(before)

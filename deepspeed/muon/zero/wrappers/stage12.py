@@ -18,11 +18,11 @@ from torch import Tensor
 
 from deepspeed.muon.exchange.groups import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.gradients import are_finite
 from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM
 from deepspeed.muon.model.routing import TAG
 from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.step import are_finite
 from deepspeed.muon.zero.wrappers.adapter import Adapter, replace
 from deepspeed.muon.zero.wrappers.grids import tp_rank
 from deepspeed.muon.zero.wrappers.norms_and_scale import (

@@ -18,19 +18,17 @@ PREFIX = "deepspeed.muon"
 #: The package itself, "", is on top of all and is imported by none of them.
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
-    "numerics": set(),
     "version": set(),
     "layout": set(),
-    "kernels": {"errors", "numerics", "version"},
+    "kernels": {"errors", "version"},
     "math": {"kernels"},
     "config": {"layout", "math"},
     "model": {"config"},
     "exchange": {"model"},
-    "gradients": {"exchange"},
     "monitor": {"exchange"},
     "second_moments": {"exchange"},
     "qk_clip": {"exchange"},
-    "step": {"gradients", "monitor", "second_moments"},
+    "step": {"monitor", "second_moments"},
     "replicas": {"step"},
     "saved_state": {"step"},
     "optimizer": {"qk_clip", "replicas", "saved_state"},
@@ -58,7 +56,7 @@ OF_ONE_KIND = {
     "cli.report": "the version of NCCL",
     "kernels.triton_elementwise": "Triton's tables run on NVIDIA's and AMD's GPUs only",
     "kernels.triton_table": "the same",
-    "numerics": "these settings can be read and written on every machine",
+    "kernels.kernel_set": "these settings can be read and written on every machine",
 }
 #: Modules that may compute in fp64, and why.
 IN_FP64 = {

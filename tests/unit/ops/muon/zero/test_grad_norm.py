@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.gradients import are_finite
+from deepspeed.muon.step import are_finite
 from deepspeed.muon.zero.wrappers.adapter import replace
 from deepspeed.muon.zero.wrappers.norms_and_scale import NORM_METHODS, watch_norms
 from helpers.contracts import Spoil
