@@ -444,7 +444,7 @@ class PartitionStep:
         """Orthogonalize the matrices of one bucket that this rank owns, in place, shape by shape."""
         how, rules = self.newton_schulz, self.rules
         for batch in buffers.bucket.batches:
-            shape = batch.count, batch.rows, batch.cols
+            shape = len(batch.names), batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
             if rules is not None:
                 rules.apply_before(matrices, batch.axis, self._work)
