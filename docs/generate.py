@@ -36,7 +36,7 @@ working; *stock* means DeepSpeed without this package. The optimizer has two hal
 matrices, the *AdamW half* everything else ([which parameters](#which-parameters-go-to-muon)).
 
 A number may be a string in plain decimals, as YAML reads `1e-5`; `"1e_5"`, `"1e-5 "` and `"inf"` are refused, and so is
-anything but `true` and `false` for a flag ([why](decisions/0039-what-counts-as-a-number.md)). dtypes may be written
+anything but `true` and `false` for a flag ([why](decisions/0013-settings-and-errors.md)). dtypes may be written
 `bfloat16`, `float16` and `float32` too. Keys of AdamW without effect on its results are accepted: {harmless}.
 
 | key | default | allowed | unit | what it is | source |
@@ -137,7 +137,7 @@ A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr
   absolute numbers.
 - On resume the rates come from the checkpoint, the ratio from the config.
 - A cycle of the momentum (`OneCycle`, `OneCycleLR`, `CyclicLR`) moves the first of AdamW's `betas`; Muon's `momentum`
-  [stays as it is](decisions/0040-cycles-of-betas-leave-muons-momentum.md).
+  [stays as it is](decisions/0010-schedules-and-learning-rates.md).
 
 ## Names from other optimizers, and removed keys
 
@@ -197,7 +197,7 @@ what the parameter does meanwhile. Afterwards it trains with the state that it h
 {events}
 
 - With Muon, a matrix without a gradient and its momentum stay constant at every stage, as a parameter without `grad`
-  does in torch ([decision 30](../decisions/0030-matrices-without-a-gradient.md)).
+  does in torch ([decision 5](../decisions/0005-one-answer-of-all-ranks.md)).
 - Parameters that Muon leaves to AdamW are updated as by DeepSpeed's AdamW: at stages 1 to 3 ZeRO passes gradients of
   zeros, so moments and weight decay still act. At stage 3 DeepSpeed's AdamW trains a layer that is left out on its
   last gradient; this Muon does not, in either half. To keep such a parameter constant, set the `lr` of its group to 0,

@@ -69,7 +69,7 @@ versions of some packages, into an environment of its own and runs a part of the
   other packages that it asks for; of the development set only torch, DeepSpeed, ninja and pytest.
 
 `make versions ROWS="torch-2.5 numpy-1.26"` runs rows by name and leaves the others as they are. Why DeepSpeed's range
-is what it is: [decision 19](../decisions/0019-versions-of-deepspeed.md).
+is what it is: [decision 1](../decisions/0001-an-add-on-and-its-activation.md).
 """
 
 

@@ -69,6 +69,14 @@ def test_a_page_names_tests_that_exist_and_no_path_of_a_machine_in_short_lines(p
     assert long == [] or page_id(path) in GENERATED
 
 
+def test_the_decisions_are_numbered_and_listed_with_their_titles() -> None:
+    files = sorted((DOCS / "decisions").glob("*.md"))
+    assert [int(path.name[:4]) for path in files] == [*range(1, len(files) + 1)]
+    titles = [path.read_text().partition("\n")[0].removeprefix("# ").split(". ", 1) for path in files]
+    lines = [f"{n}. [{title}](../decisions/{path.name})" for (n, title), path in zip(titles, files, strict=True)]
+    assert [line for line in read("reference/index.md").splitlines() if "](../decisions/" in line] == lines
+
+
 def test_the_matrix_says_what_is_compared_with_the_oracle() -> None:
     kinds = {"": "none", ", optimizer on the CPU": "optimizer", ", optimizer and parameters on the CPU": "both"}
     rows = re.findall(
