@@ -10,14 +10,15 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from itertools import groupby
 from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from deepspeed.muon.config.messages import ELSEWHERE, allowed
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, STOCK_TUNING_KEYS
-from deepspeed.muon.math.coefficients import NAMED
 from deepspeed.muon.math.rules import SCALES, update_rms
 
 DOCS = Path(__file__).parent
@@ -32,35 +33,34 @@ Generated from `deepspeed/muon/config/` by `python docs/generate.py`.
 ```
 
 Every key of `optimizer.params` is optional, and `null` means the default. Unknown keys raise an error that suggests the
-closest valid key. The optimizer has two halves: the *Muon half* updates hidden matrices, and the *AdamW half* updates
-everything else. *Stock* means DeepSpeed without this package; its keys and defaults keep working.
+closest valid key. The *Muon half* of the optimizer updates hidden matrices, the *AdamW half* everything else. *Stock*
+means DeepSpeed without this package; its keys and defaults keep working.
 
 ## Keys
 
 {keys}
 
-- Numbers may be strings in plain decimals, because YAML reads `1e-5` as a string.
-- Flags must be `true` or `false`.
-- Patterns are regular expressions, searched anywhere in a parameter's name. A pattern that matches nothing is an error.
+- Patterns are regular expressions, searched anywhere in a parameter's name. One that matches nothing is an error.
+- With [a, b, c], a Newton-Schulz step takes a singular value s to a s + b s^3 + c s^5.
+- Numbers may be strings such as `"1e-5"`, as YAML reads them.
 - Keys of AdamW that change no result are accepted: {harmless}.
 
 ## The scale of an update
 
-The learning rate means nothing without the scale. `adjust_lr_fn` multiplies the orthogonalized matrix by a number that
-depends on its shape. With `auto`, the first line that applies decides:
+`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. **A learning rate means
+nothing without it.** With `auto`, the first line that applies decides:
 
-| the section has | `adjust_lr_fn` | why |
+| the section has | scale | because |
 |---|---|---|
 | `rms_scale` | `match_rms_adamw` | only this scale uses the key |
-| {tuning} | `original` | we assume your learning rate was tuned for stock's Muon, which has these keys |
+| {tuning} | `original` | we assume your learning rate was tuned for stock's Muon |
 | no learning rate | `original` | stock's defaults act |
-| `lr` and `momentum` | an error | `lr` may be AdamW's or stock's, so you must write `adjust_lr_fn` |
-| `lr` | `match_rms_adamw` | an update is as large as AdamW's, so AdamW's learning rate fits |
+| `lr` and `momentum` | an error | `lr` may be AdamW's or stock's, so write `adjust_lr_fn` |
+| `lr` | `match_rms_adamw` | an update is as large as AdamW's, so its learning rate fits |
 
-Presets set `adjust_lr_fn` themselves. The first line of the log names the scale and the reason.
-
-**`muon_lr` with `rms_scale`** therefore needs a rate of AdamW's size. Stock's default of 0.02 would make the update of
-a 1024 x 1024 matrix 6.4 times as large as with `original`.
+Presets set `adjust_lr_fn` themselves. The start log names the scale and the reason. **`muon_lr` with `rms_scale`**
+needs a rate of AdamW's size: stock's 0.02 would make the update of a 1024 x 1024 matrix 6.4 times as large as with
+`original`.
 
 | value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 |
 |---|---|---|---|---|
@@ -74,25 +74,13 @@ Megatron's `spectral` is `match_rms_adamw` with `rms_scale` set to its `muon_ext
 {{"optimizer": {{"type": "Muon", "params": {{"preset": "kimi_k2"}}}}}}
 ```
 
-A preset holds the values of a published pre-training run of a large model. Its learning rate suits large batches.
-
-- Your keys override the preset's. `lr` and `weight_decay` override those of both halves.
-- `null` gives a key its own default.
-- The log lists what the preset has set.
-
-What the recipes do with the routers of experts:
+A preset holds the values of a published pre-training run of a large model; its rate suits large batches. Your keys
+override it, `lr` and `weight_decay` in both halves, and `null` gives a key its own default. The recipes treat the
+routers of experts differently:
 
 {routers}
 
 {presets}
-
-## Newton-Schulz coefficients
-
-One step takes a singular value s to a s + b s^3 + c s^5.
-
-| name | steps | triples (a, b, c) |
-|---|---|---|
-{schedules}
 
 ## Which parameters go to Muon
 
@@ -104,43 +92,34 @@ The first rule that applies decides:
 4. Hidden matrices, that is 2-D weights of linear layers, go to Muon. Embeddings, output heads, routers, norms, biases,
    convolutions and LoRA factors go to AdamW.
 
-`ds_muon plan` prints the route of every parameter with the reason. A model in which rule 4 finds no matrix is refused.
-If your own patterns or tags leave none, everything trains with AdamW, and a warning says so.
+`ds_muon plan` prints every route with its reason. A model in which rule 4 finds no matrix is refused. If your own
+patterns or tags leave none, everything trains with AdamW, and a warning says so.
 
 **Output heads** are what `get_output_embeddings` or timm's `get_classifier` returns, and layers with as many outputs as
-the config has labels or tokens. After that the place in the model counts, and names such as `lm_head` come last. If
-only the place tells, the log and `ds_muon plan` name the layer and the key that sends it to Muon:
+the config has labels or tokens; then the place in the model counts, and names come last. If only the place tells, the
+start log names the layer. `muon_include` sends it to Muon.
 
-```
-output heads or not, only their place tells: AdamW updates fc.weight (muon_include sends them to Muon)
-```
-
-**LoRA factors** are known by their names and by the other factor of the pair. With `muon_lora`, factors of several
-experts (PEFT's `target_parameters`) or of a fused projection (loralib, LitGPT) are one matrix each. If the layout is
-unknown, the weight stays one matrix, and the log says so.
+**LoRA factors** of several experts (PEFT's `target_parameters`) or of a fused projection (loralib, LitGPT) are one
+matrix each. If the layout is unknown, the weight stays one matrix, and the log says so.
 
 ## Parameter groups
 
-Groups that the script passes keep their own settings, in both halves. A group may set {group_keys}.
-
-- A group's `lr` overrides the config's `muon_lr` and `adam_lr`, and its `weight_decay` both decays. To set one half of
-  a group, write `muon_lr` or `adam_lr` into it.
-- The halves are named `muon` and `adam`; with several groups `group0-muon`, `group0-adam` and so on, or after the
-  group's `name`.
-- Keys of the script's own, such as `lr_scale`, stay in both halves and change nothing. Misspelt keys are refused.
+Groups that the script passes keep their own settings, in both halves. A group may set {group_keys}. Its `lr` overrides
+the config's `muon_lr` and `adam_lr`, and its `weight_decay` both decays. Keys of the script's own, such as `lr_scale`,
+change nothing; misspelt keys are refused. The halves are named `muon` and `adam`, with several groups `group0-muon` and
+so on, or after the group's `name`.
 
 ## Learning-rate schedules
 
 A schedule changes both halves in proportion, so the ratio of `muon_lr` to `adam_lr` stays.
 
-- **Schedules in the config**: a number such as `warmup_max_lr` describes `lr`; without `lr` it describes `muon_lr`, and
-  without either the rate of the script's first group that has one. A list has one value per group, or one per half.
-- **A callable passed as `lr_scheduler`**, as Hugging Face's Trainer does: absolute numbers such as `eta_min` describe
-  `lr`. A list of lambdas has one per group of the script.
-- **Plain PyTorch**: write `Schedule(optimizer.given, ...)` if the schedule has absolute numbers.
-- **On resume** the rates come from the checkpoint, and the ratio from the config.
-- **Cycles of the momentum** (`OneCycle`, `OneCycleLR`, `CyclicLR`) move the first of AdamW's `betas`. Muon's `momentum`
-  stays.
+- **In the config**: a number such as `warmup_max_lr` describes `lr`; without `lr` it describes `muon_lr`, and without
+  either the rate of the script's first group that has one. A list has one value per group, or one per half.
+- **A callable passed as `lr_scheduler`**, as Hugging Face's Trainer does: numbers such as `eta_min` describe `lr`. A
+  list of lambdas has one per group of the script.
+- **In plain PyTorch**: write `Schedule(optimizer.given, ...)` if the schedule has absolute numbers.
+- **On resume** the rates come from the checkpoint, the ratio from the config.
+- **Cycles of the momentum** (`OneCycle`, `CyclicLR`) move the first of AdamW's `betas`; Muon's `momentum` stays.
 """
 
 #: Topic -> the keys of its table, in the order of the page.
@@ -154,7 +133,7 @@ TOPICS = {
     "Communication and records": "wire_dtype bucket_bytes monitor_interval",
     "AdamW half": "betas eps bias_correction adam_w_mode fp32_optimizer_states torch_adam",
 }
-KEYS = "### {topic}\n\n| key | default | values | meaning |\n|---|---|---|---|\n{rows}"
+KEYS = "### {topic}\n\n| key | default | meaning |\n|---|---|---|\n{rows}"
 PRESET = """### `{name}`
 
 Source: {source}.{left_out}
@@ -188,6 +167,13 @@ def rows(lines: list[tuple[str, ...]]) -> str:
 def default(value: object) -> str:
     """A default as it would stand in a ds_config."""
     return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def meaning(field: FieldInfo) -> str:
+    """What a key means, with its values if they are words; errors name the allowed numbers."""
+    words = field.annotation if get_origin(field.annotation) is Literal else None
+    choices = f". Values: {allowed(field)}" if words and len(get_args(words)) > 1 else ""
+    return f"{field.description}{choices}"
 
 
 CHANGED_MODELS = """# Changed models
@@ -238,12 +224,7 @@ def configuration() -> str:
     tables = [
         KEYS.format(
             topic=topic,
-            rows=rows(
-                [
-                    (f"`{key}`", default(fields[key].default), allowed(fields[key]), fields[key].description or "")
-                    for key in keys
-                ]
-            ),
+            rows=rows([(f"`{key}`", default(fields[key].default), meaning(fields[key])) for key in keys]),
         )
         for topic, keys in topics.items()
     ]
@@ -251,10 +232,6 @@ def configuration() -> str:
     scales = [
         (f"`{name}`", f"`{formula}`", *(f"{update_rms(name, *shape):.3g}" for shape in shapes))
         for name, (formula, _) in SCALES.items()
-    ]
-    schedules = [
-        (f"`{name}`", "any, 5 by default" if len(triples) == 1 else str(len(triples)), _triples(triples))
-        for name, triples in NAMED.items()
     ]
     presets = [
         PRESET.format(
@@ -276,15 +253,9 @@ def configuration() -> str:
         presets="\n\n".join(presets),
         routers="\n".join(f"- {', '.join(names)}: {what}." for what, names in routers.items()),
         scales=rows(scales),
-        schedules=rows(schedules),
         group_keys=", ".join(f"`{key}`" for key in GROUP_KEYS),
         tuning=" or ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
     )
-
-
-def _triples(triples: tuple[tuple[float, float, float], ...]) -> str:
-    runs = [(", ".join(f"{value:.6g}" for value in triple), len(list(run))) for triple, run in groupby(triples)]
-    return "<br>".join(text + f" ({count} times)" * (count > 1) for text, count in runs)
 
 
 def _json(values: dict[str, object]) -> str:

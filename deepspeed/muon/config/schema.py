@@ -47,7 +47,7 @@ class MuonConfig(BaseModel):
     momentum_warmup_steps: types.Count = field(300, "nanochat", "steps")
     """Number of steps from `momentum_start` to `momentum`"""
     momentum_dtype: types.MomentumDtype = field("fp32")
-    """Dtype of the stored momentum; `bf16` needs half the memory, `int8` a quarter, both rounded stochastically"""
+    """Half the memory or a quarter: [smaller momentum](checkpoints.md#momentum-in-one-or-two-bytes)"""
     nesterov: types.Flag = field(True, TORCH_MUON)
     """Orthogonalize Nesterov's look-ahead instead of the momentum buffer"""
     weight_decay: types.Rate = field(0.0, STOCK)
@@ -65,7 +65,7 @@ class MuonConfig(BaseModel):
     normuon_beta2: types.Fraction = field(0.95, "arXiv 2510.05491", "per step")
     """Decay of NorMuon's running mean square"""
     muon_eq: Literal["none", "rows", "columns"] = field("none", "arXiv 2603.28254")
-    """Give rows (outputs) or columns equal norms before Newton-Schulz: [MuonEq](update-rules.md#muoneq-and-muon)"""
+    """Equal norms of rows (outputs) or columns before Newton-Schulz: [MuonEq](update-rules.md#muoneq-and-muon)"""
     muon_plus: types.Flag = field(False, "nanochat")
     """Give each update the norm of an orthogonal matrix: [Muon+](update-rules.md#muoneq-and-muon)"""
     qk_clip: types.Clip | None = field(None, "arXiv 2507.20534")
@@ -87,19 +87,19 @@ class MuonConfig(BaseModel):
     rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
     """RMS of an update per unit of learning rate, under `match_rms_adamw`"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
-    """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: the faster for each shape"""
+    """Newton-Schulz on the matrix or on its Gram matrix; `auto`: the faster for each shape"""
     ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
     """Newton-Schulz iterations; default 5, or as many as the coefficients have"""
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
-    """Coefficients of the [Newton-Schulz polynomial](#newton-schulz-coefficients)"""
+    """`simple`, `polar_express` (5 steps), `deepseek_v4` (10 steps), [a, b, c], or a list of such triples"""
     ns_dtype: types.NsDtype = field("auto")
-    """Dtype of the matrix products; `auto`: fp16 on accelerators, [bf16 or fp32 on CPUs](evidence/choice.md)"""
+    """Dtype of the products; `auto`: fp16 on accelerators, [bf16 or fp32 on CPUs](evidence/choice.md)"""
     wire_dtype: types.WireDtype = field("auto")
-    """Dtype in which ranks send matrices; `auto`: fp32 if `ns_dtype` is set to fp32, otherwise bf16"""
+    """Dtype in which ranks send matrices; `auto`: fp32 if you set `ns_dtype` to fp32, otherwise bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
     """Maximum bytes of matrices sent to one owner at a time; default by device: [memory](plan.md#memory)"""
     kernels: Literal["auto", "torch"] = field("auto")
-    """`auto`: the fastest kernels that every rank has; `torch`: plain PyTorch"""
+    """`auto` takes the fastest kernels that every rank has, `torch` plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
     """AdamW's decay rates"""
     eps: types.Rate = field(1e-10, STOCK, "of the gradient")
