@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from deepspeed.muon.config.messages import ELSEWHERE, allowed
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, STOCK_TUNING_KEYS
+from deepspeed.muon.config.types import GROUP_KEYS, STOCK_TUNING_KEYS
 from deepspeed.muon.math.rules import SCALES, update_rms
 
 DOCS = Path(__file__).parent
@@ -43,7 +43,7 @@ means DeepSpeed without this package; its keys and defaults keep working.
 - Patterns are regular expressions, searched anywhere in a parameter's name. One that matches nothing is an error.
 - With [a, b, c], a Newton-Schulz step takes a singular value s to a s + b s^3 + c s^5.
 - Numbers may be strings such as `"1e-5"`, as YAML reads them.
-- Keys of AdamW that change no result are accepted: {harmless}.
+- Keys of AdamW that change no result, such as `fused`, `foreach` and `amsgrad: false`, are accepted.
 
 ## The scale of an update
 
@@ -247,9 +247,6 @@ def configuration() -> str:
         routers[preset.routers].append(f"`{name}`")
     return CONFIGURATION.format(
         keys="\n\n".join(tables),
-        harmless=", ".join(
-            f"`{key}`" if len(values) > 1 else f"`{key}: {json.dumps(*values)}`" for key, values in HARMLESS.items()
-        ),
         presets="\n\n".join(presets),
         routers="\n".join(f"- {', '.join(names)}: {what}." for what, names in routers.items()),
         scales=rows(scales),
