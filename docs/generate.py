@@ -75,8 +75,9 @@ Megatron's `spectral` is `match_rms_adamw` with `rms_scale` set to its `muon_ext
 ```
 
 A preset holds the values of a published pre-training run of a large model; its rate suits large batches. Your keys
-override it, `lr` and `weight_decay` in both halves, and `null` gives a key its own default. The recipes treat the
-routers of experts differently:
+override it, `lr` and `weight_decay` in both halves, and `null` gives a key its own default.
+
+What the recipes do with the routers of experts:
 
 {routers}
 
@@ -104,10 +105,10 @@ matrix each. If the layout is unknown, the weight stays one matrix, and the log 
 
 ## Parameter groups
 
-Groups that the script passes keep their own settings, in both halves. A group may set {group_keys}. Its `lr` overrides
-the config's `muon_lr` and `adam_lr`, and its `weight_decay` both decays. Keys of the script's own, such as `lr_scale`,
-change nothing; misspelt keys are refused. The halves are named `muon` and `adam`, with several groups `group0-muon` and
-so on, or after the group's `name`.
+Groups that the script passes keep their own settings, in both halves. A group may set
+{group_keys}. Its `lr` overrides the config's `muon_lr` and `adam_lr`, and its `weight_decay` both decays. Keys of the
+script's own, such as `lr_scale`, change nothing; misspelt keys are refused. The halves are named `muon` and `adam`,
+with several groups `group0-muon` and so on, or after the group's `name`.
 
 ## Learning-rate schedules
 
