@@ -137,7 +137,7 @@ TOPICS = {
 KEYS = "### {topic}\n\n| key | default | meaning |\n|---|---|---|\n{rows}"
 PRESET = """### `{name}`
 
-Source: {source}.{left_out}
+Source: {source}.{left_out}{base}
 
 ```json
 {values}
@@ -234,15 +234,22 @@ def configuration() -> str:
         (f"`{name}`", f"`{formula}`", *(f"{update_rms(name, *shape):.3g}" for shape in shapes))
         for name, (formula, _) in SCALES.items()
     ]
-    presets = [
-        PRESET.format(
-            name=name,
-            source=preset.source,
-            left_out=f" {preset.left_out}." if preset.left_out else "",
-            values=_json(preset.values),
+    first = next(iter(PRESETS.values())).values
+    presets = []
+    for name, preset in PRESETS.items():
+        differences = {
+            key: preset.values.get(key) for key in first | preset.values if preset.values.get(key) != first.get(key)
+        }
+        is_variant = 0 < len(differences) < len(first)
+        presets.append(
+            PRESET.format(
+                name=name,
+                source=preset.source,
+                left_out=f" {preset.left_out}." if preset.left_out else "",
+                base=f" As `{next(iter(PRESETS))}`, except:" if is_variant else "",
+                values=_json(differences if is_variant else preset.values),
+            )
         )
-        for name, preset in PRESETS.items()
-    ]
     routers = defaultdict[str, list[str]](list)
     for name, preset in PRESETS.items():
         routers[preset.routers].append(f"`{name}`")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings in ``optimizer.params`` of a ds_config whose optimizer type is Muon.
 
-``docs/configuration.md`` is generated from the fields, their docstrings, units and sources.
+``docs/configuration.md`` is generated from the fields and their docstrings.
 """
 
 from __future__ import annotations
