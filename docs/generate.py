@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from itertools import groupby
+from collections import defaultdict
 from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from deepspeed.muon.config.messages import ELSEWHERE, allowed
 from deepspeed.muon.config.presets import PRESETS
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, STOCK_TUNING_KEYS
-from deepspeed.muon.math.coefficients import NAMED
+from deepspeed.muon.config.types import GROUP_KEYS, STOCK_TUNING_KEYS
 from deepspeed.muon.math.rules import SCALES, update_rms
 
 DOCS = Path(__file__).parent
@@ -30,47 +32,35 @@ Generated from `deepspeed/muon/config/` by `python docs/generate.py`.
 {{"optimizer": {{"type": "Muon", "params": {{"lr": 1e-3, "weight_decay": 0.1}}}}}}
 ```
 
-Every key of `optimizer.params` is optional. `null` means the default. Unknown keys raise an error that suggests the
-closest valid key ([wrong configurations](reference/wrong-configurations.md)). Stock DeepSpeed's keys and defaults keep
-working; *stock* means DeepSpeed without this package. The optimizer has two halves: the *Muon half* updates hidden
-matrices, the *AdamW half* everything else ([which parameters](#which-parameters-go-to-muon)).
+Every key of `optimizer.params` is optional, and `null` means the default. Unknown keys raise an error that suggests the
+closest valid key. The *Muon half* of the optimizer updates hidden matrices, the *AdamW half* everything else. *Stock*
+means DeepSpeed without this package; its keys and defaults keep working.
 
-A number may be a string in plain decimals, as YAML reads `1e-5`; `"1e_5"`, `"1e-5 "` and `"inf"` are refused, and so is
-anything but `true` and `false` for a flag ([why](decisions/0013-settings-and-errors.md)). dtypes may be written
-`bfloat16`, `float16` and `float32` too. Keys of AdamW without effect on its results are accepted: {harmless}.
+## Keys
 
-| key | default | allowed | unit | what it is | source |
-|---|---|---|---|---|---|
 {keys}
 
-## Presets
-
-A preset fills in the keys that the section leaves out. A key in the section overrides the preset's; `null` gives the
-key's own default, and `"auto"`, where Hugging Face fills it in, the value of its arguments. `lr` and `weight_decay`
-override those of both halves. The log prints what a preset has set.
-
-```json
-{{"optimizer": {{"type": "Muon", "params": {{"preset": "kimi_k2"}}}}}}
-```
-
-| preset | sets | source | routers of experts | other differences |
-|---|---|---|---|---|
-{presets}
-
-These are values of pre-training runs of large models; their rates suit large batches.
+- Patterns are regular expressions, searched anywhere in a parameter's name. One that matches nothing is an error.
+- With [a, b, c], a Newton-Schulz step takes a singular value s to a s + b s^3 + c s^5.
+- Numbers may be strings such as `"1e-5"`, as YAML reads them.
+- Keys of AdamW that change no result, such as `fused`, `foreach` and `amsgrad: false`, are accepted.
 
 ## The scale of an update
 
-`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. `auto` means:
+`adjust_lr_fn` multiplies the orthogonalized matrix by a number that depends on its shape. **A learning rate means
+nothing without it.** With `auto`, the first line that applies decides:
 
-- `match_rms_adamw` for a section with `lr`: an update is as large as AdamW's, so AdamW's learning rate fits.
-- `original` for a section with {tuning}, keys that only stock's Muon has, and for one without any learning rate, where
-  stock's defaults act. `original` means that we assume your learning rate was tuned for stock DeepSpeed's Muon.
-- `match_rms_adamw` for a section with `rms_scale`, which only this scale uses.
+| the section has | scale | because |
+|---|---|---|
+| `rms_scale` | `match_rms_adamw` | only this scale uses the key |
+| {tuning} | `original` | we assume your learning rate was tuned for stock's Muon |
+| no learning rate | `original` | stock's defaults act |
+| `lr` and `momentum` | an error | `lr` may be AdamW's or stock's, so write `adjust_lr_fn` |
+| `lr` | `match_rms_adamw` | an update is as large as AdamW's, so its learning rate fits |
 
-A section with `lr` and `momentum` alone could be either, so it raises an error that asks for `adjust_lr_fn`. Write
-`"original"` if the section was written for stock's Muon or `lr` was tuned for it, and `"match_rms_adamw"` if `lr` comes
-from AdamW. No other key decides. The first line of the log names the scale and the reason.
+Presets set `adjust_lr_fn` themselves. The start log names the scale and the reason. **`muon_lr` with `rms_scale`**
+needs a rate of AdamW's size: stock's 0.02 would make the update of a 1024 x 1024 matrix 6.4 times as large as with
+`original`.
 
 | value | formula | RMS per unit of lr, 1024 x 1024 | 4096 x 1024 | 1024 x 4096 |
 |---|---|---|---|---|
@@ -78,75 +68,80 @@ from AdamW. No other key decides. The first line of the log names the scale and 
 
 Megatron's `spectral` is `match_rms_adamw` with `rms_scale` set to its `muon_extra_scale_factor`.
 
-## Newton-Schulz coefficients
+## Presets
 
-One step takes a singular value s to a s + b s^3 + c s^5.
+```json
+{{"optimizer": {{"type": "Muon", "params": {{"preset": "kimi_k2"}}}}}}
+```
 
-| name | steps | triples (a, b, c) |
-|---|---|---|
-{schedules}
+A preset holds the values of a published pre-training run of a large model; its rate suits large batches. Your keys
+override it, `lr` and `weight_decay` in both halves, and `null` gives a key its own default.
 
-## Parameter groups
+What the recipes do with the routers of experts:
 
-A group that the script passes keeps its own settings, in both of its halves:
-{group_keys}. A group's `lr` replaces the config's `muon_lr` and `adam_lr` as well, its `weight_decay` both decays; to
-set one half of a group, write `muon_lr` or `adam_lr` into it. The halves are named `muon` and `adam`; with several
-groups `group0-muon`, `group0-adam` and so on, or after the group's `name`. Those of experts that only some ranks have
-bear the name of their process group.
+{routers}
 
-Other keys of a group, such as `lr_scale` or `layer_id` of layer-wise decay, are the script's own: they change nothing
-and stay in both halves, as in torch's AdamW. Misspelt keys, the keys in the last table of this page, and keys that only
-`optimizer.params` may set raise an error.
+{presets}
 
 ## Which parameters go to Muon
 
-In this order: `param.use_muon`, set before `deepspeed.initialize`; `muon_exclude`; `muon_include`; then the rules.
-Hidden matrices, that is 2-D weights of linear layers, go to Muon; embeddings, output heads, routers, norms, biases,
-convolutions and LoRA factors go to AdamW. Patterns are regular expressions, searched anywhere in a parameter's name;
-one that matches nothing is an error. A model in which the rules find no matrix for Muon is an error too; one in which
-your patterns or tags leave none, as `"muon_exclude": ".*"` does, trains with AdamW and logs a warning. `ds_muon plan`
-prints every parameter's route and reason. Afterwards every parameter carries `param.use_muon` as routed; the next
-optimizer takes only the tags that you have set.
+The first rule that applies decides:
 
-**Output heads** are found by what the model says first: the layer that `get_output_embeddings` or timm's
-`get_classifier` returns, and layers with as many outputs as the config has labels or tokens. Next comes the place of a
-layer. In a model of transformers, the heads lie outside of the base model. In other models, a head lies outside of
-repeated blocks, and no other layer takes its outputs. Names such as `lm_head` or `classifier` come last. If only the
-place tells, one line of the start log and of `ds_muon plan` names the layers and the key that decides:
+1. `param.use_muon`, if you set it before `deepspeed.initialize`
+2. `muon_exclude`
+3. `muon_include`
+4. Hidden matrices, that is 2-D weights of linear layers, go to Muon. Embeddings, output heads, routers, norms, biases,
+   convolutions and LoRA factors go to AdamW.
 
-```
-output heads or not, only their place tells: AdamW updates fc.weight (muon_include sends them to Muon)
-```
+`ds_muon plan` prints every route with its reason. A model in which rule 4 finds no matrix is refused. If your own
+patterns or tags leave none, everything trains with AdamW, and a warning says so.
 
-**LoRA factors** are known by their names and by the other factor of the pair, so a square factor is one, too. PEFT
-packs the factors of all experts into one weight (`target_parameters`), loralib and LitGPT those of a fused projection;
-with `muon_lora`, each factor is a matrix of its own. Where the layout is unknown, the weight stays one matrix, and the
-start log says so.
+**Output heads** are what `get_output_embeddings` or timm's `get_classifier` returns, and layers with as many outputs as
+the config has labels or tokens; then the place in the model counts, and names come last. If only the place tells, the
+start log names the layer. `muon_include` sends it to Muon.
+
+**LoRA factors** of several experts (PEFT's `target_parameters`) or of a fused projection (loralib, LitGPT) are one
+matrix each. If the layout is unknown, the weight stays one matrix, and the log says so.
+
+## Parameter groups
+
+Groups that the script passes keep their own settings, in both halves. A group may set
+{group_keys}. Its `lr` overrides the config's `muon_lr` and `adam_lr`, and its `weight_decay` both decays. Keys of the
+script's own, such as `lr_scale`, change nothing; misspelt keys are refused. The halves are named `muon` and `adam`,
+with several groups `group0-muon` and so on, or after the group's `name`.
 
 ## Learning-rate schedules
 
-A schedule changes both halves in proportion: the ratio of `muon_lr` to `adam_lr` stays what it was at start.
+A schedule changes both halves in proportion, so the ratio of `muon_lr` to `adam_lr` stays.
 
-- DeepSpeed's schedules from the config (`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`): a
-  number such as `warmup_max_lr` describes `lr` if the section sets it, otherwise `muon_lr`, or, in a section without
-  any rate, that of the script's first group with one; every group gets it in proportion to its own. A list has one
-  value per group of the script, or one per half, as for stock's Muon.
-- A callable passed as `lr_scheduler`, which is what Hugging Face's Trainer does, gets the script's own groups:
-  absolute numbers such as `eta_min` and `max_lr` describe `lr`, and a list of lambdas has one per group of the script.
-- In plain PyTorch write `Schedule(optimizer.given, ...)` instead of `Schedule(optimizer, ...)` for schedules with
-  absolute numbers.
-- On resume the rates come from the checkpoint, the ratio from the config.
-- A cycle of the momentum (`OneCycle`, `OneCycleLR`, `CyclicLR`) moves the first of AdamW's `betas`; Muon's `momentum`
-  [stays as it is](decisions/0010-schedules-and-learning-rates.md).
-
-## Names from other optimizers, and removed keys
-
-Each of these keys raises an error that says what to write instead.
-
-| key | message |
-|---|---|
-{refused}
+- **In the config**: a number such as `warmup_max_lr` describes `lr`; without `lr` it describes `muon_lr`, and without
+  either the rate of the script's first group that has one. A list has one value per group, or one per half.
+- **A callable passed as `lr_scheduler`**, as Hugging Face's Trainer does: numbers such as `eta_min` describe `lr`. A
+  list of lambdas has one per group of the script.
+- **In plain PyTorch**: write `Schedule(optimizer.given, ...)` if the schedule has absolute numbers.
+- **On resume** the rates come from the checkpoint, the ratio from the config.
+- **Cycles of the momentum** (`OneCycle`, `CyclicLR`) move the first of AdamW's `betas`; Muon's `momentum` stays.
 """
+
+#: Topic -> the keys of its table, in the order of the page.
+TOPICS = {
+    "Learning rates": "lr muon_lr adam_lr adjust_lr_fn rms_scale",
+    "Weight decay": "weight_decay muon_weight_decay adam_weight_decay muon_weight_decay_steps cautious_weight_decay",
+    "Momentum": "momentum nesterov momentum_start momentum_warmup_steps momentum_dtype import_momentum",
+    "Variants": "preset normuon normuon_beta2 muon_eq muon_plus qk_clip",
+    "Routing": "muon_include muon_exclude muon_lora muon_conv muon_fused muon_split per_head_muon tp_mode",
+    "Newton-Schulz": "ns_steps ns_coefficients ns_method ns_dtype kernels",
+    "Communication and records": "wire_dtype bucket_bytes monitor_interval",
+    "AdamW half": "betas eps bias_correction adam_w_mode fp32_optimizer_states torch_adam",
+}
+KEYS = "### {topic}\n\n| key | default | meaning |\n|---|---|---|\n{rows}"
+PRESET = """### `{name}`
+
+Source: {source}.{left_out}{base}
+
+```json
+{values}
+```"""
 
 WRONG_CONFIGURATIONS = """# Wrong configurations
 
@@ -154,6 +149,14 @@ Wrong configurations and what each of them gets from `deepspeed.initialize`, bef
 `python docs/generate.py`, and compared with the code by `tests/unit/ops/muon/zero/test_refusals.py`.
 
 {table}
+
+## Names from other optimizers, and removed keys
+
+Each of these keys raises an error that says what to write instead.
+
+| key | message |
+|---|---|
+{elsewhere}
 """
 
 
@@ -165,6 +168,13 @@ def rows(lines: list[tuple[str, ...]]) -> str:
 def default(value: object) -> str:
     """A default as it would stand in a ds_config."""
     return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def meaning(field: FieldInfo) -> str:
+    """What a key means, with its values if they are words; errors name the allowed numbers."""
+    words = field.annotation if get_origin(field.annotation) is Literal else None
+    choices = f". Values: {allowed(field)}" if words and len(get_args(words)) > 1 else ""
+    return f"{field.description}{choices}"
 
 
 CHANGED_MODELS = """# Changed models
@@ -197,7 +207,7 @@ what the parameter does meanwhile. Afterwards it trains with the state that it h
 {events}
 
 - With Muon, a matrix without a gradient and its momentum stay constant at every stage, as a parameter without `grad`
-  does in torch ([decision 5](../decisions/0005-one-answer-of-all-ranks.md)).
+  does in torch ([decision 30](../decisions/0005-one-answer-of-all-ranks.md)).
 - Parameters that Muon leaves to AdamW are updated as by DeepSpeed's AdamW: at stages 1 to 3 ZeRO passes gradients of
   zeros, so moments and weight decay still act. At stage 3 DeepSpeed's AdamW trains a layer that is left out on its
   last gradient; this Muon does not, in either half. To keep such a parameter constant, set the `lr` of its group to 0,
@@ -209,47 +219,58 @@ what the parameter does meanwhile. Afterwards it trains with the state that it h
 
 def configuration() -> str:
     """The text of docs/configuration.md."""
-    keys = [
-        (f"`{key}`", default(field.default), allowed(field), extra["unit"], field.description or "", extra["source"])
-        for key, field in MuonConfig.model_fields.items()
-        for extra in (field.json_schema_extra,)
+    fields = MuonConfig.model_fields
+    topics = {topic: keys.split() for topic, keys in TOPICS.items()}
+    assert sorted(key for keys in topics.values() for key in keys) == sorted(fields), "every key has one topic"
+    tables = [
+        KEYS.format(
+            topic=topic,
+            rows=rows([(f"`{key}`", default(fields[key].default), meaning(fields[key])) for key in keys]),
+        )
+        for topic, keys in topics.items()
     ]
     shapes = ((1024, 1024), (4096, 1024), (1024, 4096))
     scales = [
         (f"`{name}`", f"`{formula}`", *(f"{update_rms(name, *shape):.3g}" for shape in shapes))
         for name, (formula, _) in SCALES.items()
     ]
-    schedules = [
-        (f"`{name}`", "any, 5 by default" if len(triples) == 1 else str(len(triples)), _triples(triples))
-        for name, triples in NAMED.items()
-    ]
-    presets = [
-        (
-            f"`{name}`",
-            "<br>".join(f"`{key}`: {json.dumps(value)}" for key, value in preset.values.items()),
-            preset.source,
-            preset.routers,
-            preset.left_out,
+    first = next(iter(PRESETS.values())).values
+    presets = []
+    for name, preset in PRESETS.items():
+        differences = {
+            key: preset.values.get(key) for key in first | preset.values if preset.values.get(key) != first.get(key)
+        }
+        is_variant = 0 < len(differences) < len(first)
+        presets.append(
+            PRESET.format(
+                name=name,
+                source=preset.source,
+                left_out=f" {preset.left_out}." if preset.left_out else "",
+                base=f" As `{next(iter(PRESETS))}`, except:" if is_variant else "",
+                values=_json(differences if is_variant else preset.values),
+            )
         )
-        for name, preset in PRESETS.items()
-    ]
+    routers = defaultdict[str, list[str]](list)
+    for name, preset in PRESETS.items():
+        routers[preset.routers].append(f"`{name}`")
     return CONFIGURATION.format(
-        keys=rows(keys),
-        harmless=", ".join(
-            f"`{key}`" if len(values) > 1 else f"`{key}: {json.dumps(*values)}`" for key, values in HARMLESS.items()
-        ),
-        presets=rows(presets),
+        keys="\n\n".join(tables),
+        presets="\n\n".join(presets),
+        routers="\n".join(f"- {', '.join(names)}: {what}." for what, names in routers.items()),
         scales=rows(scales),
-        schedules=rows(schedules),
         group_keys=", ".join(f"`{key}`" for key in GROUP_KEYS),
         tuning=" or ".join(f"`{key}`" for key in STOCK_TUNING_KEYS),
-        refused=rows([(f"`{key}`", text) for key, text in ELSEWHERE.items()]),
     )
 
 
-def _triples(triples: tuple[tuple[float, float, float], ...]) -> str:
-    runs = [(", ".join(f"{value:.6g}" for value in triple), len(list(run))) for triple, run in groupby(triples)]
-    return "<br>".join(text + f" ({count} times)" * (count > 1) for text, count in runs)
+def _json(values: dict[str, object]) -> str:
+    """A JSON object on lines of at most 100 characters."""
+    lines, parts = [""], [f'"{key}": {json.dumps(value)}' for key, value in values.items()]
+    for part in parts:
+        if len(lines[-1]) + len(part) > 96:
+            lines.append("")
+        lines[-1] += part + ("," if part is not parts[-1] else "") + " "
+    return "{" + "\n ".join(line.rstrip() for line in lines) + "}"
 
 
 def wrong_configurations() -> str:
@@ -260,7 +281,8 @@ def wrong_configurations() -> str:
 
     text = table(run(attempt_all, 1)[0])
     shutdown()
-    return WRONG_CONFIGURATIONS.format(table=text)
+    elsewhere = rows([(f"`{key}`", message) for key, message in ELSEWHERE.items()])
+    return WRONG_CONFIGURATIONS.format(table=text, elsewhere=elsewhere)
 
 
 def changed_models() -> str:

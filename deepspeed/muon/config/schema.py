@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings in ``optimizer.params`` of a ds_config whose optimizer type is Muon.
 
-``docs/configuration.md`` is generated from the fields, their docstrings, units and sources.
+``docs/configuration.md`` is generated from the fields and their docstrings.
 """
 
 from __future__ import annotations
@@ -33,93 +33,93 @@ class MuonConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
     preset: Literal["none", "moonlight", "kimi_k2", "deepseek_v4", "glm5", "nanochat"] = field("none")
-    """values for keys that the section does not set, from a published recipe; [more](#presets)"""
+    """A published recipe, which fills in the keys that you leave out: [presets](#presets)"""
     lr: types.Rate | None = field(None, STOCK, "per step")
-    """learning rate of both halves; `muon_lr` and `adam_lr` override it"""
+    """Learning rate of both halves"""
     muon_lr: types.Rate | None = field(None, STOCK, "per step")
-    """learning rate of the Muon half; default `lr`, otherwise 0.02"""
+    """Learning rate of the Muon half; default `lr`, otherwise 0.02"""
     adam_lr: types.Rate | None = field(None, STOCK, "per step")
-    """learning rate of the AdamW half; default `lr`, otherwise 3e-4"""
+    """Learning rate of the AdamW half; default `lr`, otherwise 3e-4"""
     momentum: types.Fraction = field(0.95, STOCK, "per step")
-    """decay of Muon's momentum, an exponential average"""
+    """Beta of the momentum buffer, an exponential average of gradients"""
     momentum_start: types.Fraction | None = field(None, "nanochat", "per step")
-    """momentum of the first update, which changes linearly to `momentum`; [more](update-rules.md#schedules)"""
+    """Beta of the first step; it changes linearly to `momentum`: [schedules](update-rules.md#schedules)"""
     momentum_warmup_steps: types.Count = field(300, "nanochat", "steps")
-    """number of steps from `momentum_start` to `momentum`"""
+    """Number of steps from `momentum_start` to `momentum`"""
     momentum_dtype: types.MomentumDtype = field("fp32")
-    """dtype of the stored momentum; `bf16` (half the memory) and `int8` (a quarter) are rounded stochastically"""
+    """Half the memory or a quarter: [smaller momentum](checkpoints.md#momentum-in-one-or-two-bytes)"""
     nesterov: types.Flag = field(True, TORCH_MUON)
-    """orthogonalize Nesterov's look-ahead instead of the momentum"""
+    """Orthogonalize Nesterov's look-ahead instead of the momentum buffer"""
     weight_decay: types.Rate = field(0.0, STOCK)
-    """decoupled weight decay of both halves; a step multiplies weights by 1 - lr x this"""
+    """Decoupled weight decay of both halves: a step multiplies weights by 1 - lr x this"""
     muon_weight_decay: types.Rate | None = field(None, KERAS)
-    """weight decay of the Muon half; default `weight_decay`"""
+    """Weight decay of the Muon half; default `weight_decay`"""
     muon_weight_decay_steps: types.Count | None = field(None, "nanochat", "steps")
-    """number of steps in which the weight decay of the Muon half falls linearly to zero; default: it is constant"""
+    """Number of steps in which Muon's weight decay falls linearly to zero; default: it is constant"""
     adam_weight_decay: types.Rate | None = field(None, KERAS)
-    """weight decay of the AdamW half; default `weight_decay`"""
+    """Weight decay of the AdamW half; default `weight_decay`"""
     cautious_weight_decay: types.Flag = field(False, "arXiv 2510.12402")
-    """weight decay of the Muon half acts only where the update does not move the weight away from zero"""
+    """A Muon weight decays only where its update does not move it away from zero"""
     normuon: types.Flag = field(False, "arXiv 2510.05491")
-    """NorMuon: each output of an update is divided by its running RMS; [more](update-rules.md#normuon)"""
+    """Divide each output of the orthogonalized update by its running RMS: [NorMuon](update-rules.md#normuon)"""
     normuon_beta2: types.Fraction = field(0.95, "arXiv 2510.05491", "per step")
-    """decay of NorMuon's running mean square"""
+    """Decay of NorMuon's running mean square"""
     muon_eq: Literal["none", "rows", "columns"] = field("none", "arXiv 2603.28254")
-    """MuonEq: norms made equal before Newton-Schulz; `rows`: each output's; [more](update-rules.md#muoneq-and-muon)"""
+    """Equal norms of rows (outputs) or columns before Newton-Schulz: [MuonEq](update-rules.md#muoneq-and-muon)"""
     muon_plus: types.Flag = field(False, "nanochat")
-    """Muon+: each update gets the norm of an orthogonal matrix; [more](update-rules.md#muoneq-and-muon)"""
+    """Give each update the norm of an orthogonal matrix: [Muon+](update-rules.md#muoneq-and-muon)"""
     qk_clip: types.Clip | None = field(None, "arXiv 2507.20534")
-    """QK-clip: heads whose attention logits exceed `tau` are scaled back to it; [more](update-rules.md#qk-clip)"""
+    """Scale back attention heads whose logits exceed `tau`: [QK-clip](update-rules.md#qk-clip)"""
     muon_include: types.Patterns = field(())
-    """matrices that go to Muon even if the rules say AdamW; the expression is searched in parameter names"""
+    """Matrices with a matching name go to Muon, even if the rules say AdamW"""
     muon_exclude: types.Patterns = field(())
-    """parameters that go to AdamW; the expression is searched in their names, and overrides `muon_include`"""
+    """Parameters with a matching name go to AdamW; overrides `muon_include`"""
     muon_split: types.Cuts = field({})
-    """expression, searched in names -> sizes into which a parameter is cut; [more](update-rules.md#blocks)"""
+    """Cut parameters with a matching name into matrices of [these sizes](update-rules.md#sizes-of-your-own)"""
     muon_fused: Literal["split", "whole"] = field("split")
-    """fused weights, such as queries, keys and values: as several matrices or one; [more](update-rules.md#blocks)"""
+    """Fused weights, such as queries, keys and values, are several matrices or one"""
     muon_conv: Literal["adamw", "flatten"] = field("adamw")
-    """convolutions go to AdamW, or to Muon as matrices [out, in x kernel]"""
+    """Convolutions go to AdamW, or to Muon as matrices [out, in x kernel]"""
     muon_lora: Literal["none", "B", "both"] = field("none")
-    """which factors of low-rank adapters go to Muon; the others go to AdamW"""
+    """Which factors of low-rank adapters go to Muon; the others go to AdamW"""
     adjust_lr_fn: types.Scale = field("auto", TORCH_MUON)
-    """scale of the update for each shape; `auto`: by the kind of learning rate, [more](#the-scale-of-an-update)"""
+    """How the update is scaled for each shape: [the scale of an update](#the-scale-of-an-update)"""
     rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
-    """RMS of the update under `match_rms_adamw`, per unit of learning rate"""
+    """RMS of an update per unit of learning rate, under `match_rms_adamw`"""
     ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
-    """Newton-Schulz on the matrix (`standard`) or on its Gram matrix (`gram`); `auto`: the faster for each shape"""
+    """Newton-Schulz on the matrix or on its Gram matrix; `auto`: the faster for each shape"""
     ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
-    """Newton-Schulz steps; default 5, or the schedule's own"""
+    """Newton-Schulz iterations; default 5, or as many as the coefficients have"""
     ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
-    """coefficients of the Newton-Schulz polynomial"""
+    """`simple`, `polar_express` (5 steps), `deepseek_v4` (10 steps), [a, b, c], or a list of such triples"""
     ns_dtype: types.NsDtype = field("auto")
-    """dtype of the products of Newton-Schulz; `auto`: fp16 on accelerators, [else bf16 or fp32](evidence/choice.md)"""
+    """Dtype of the products; `auto`: fp16 on accelerators, [bf16 or fp32 on CPUs](evidence/choice.md)"""
     wire_dtype: types.WireDtype = field("auto")
-    """dtype in which ranks send matrices; `auto`: fp32 if `ns_dtype` is set to fp32, otherwise bf16"""
+    """Dtype in which ranks send matrices; `auto`: fp32 if you set `ns_dtype` to fp32, otherwise bf16"""
     bucket_bytes: types.Bytes | None = field(None, unit="bytes")
-    """maximum bytes of the matrices sent to one owner at a time; default by device, [more](plan.md#memory)"""
+    """Maximum bytes of matrices sent to one owner at a time; default by device: [memory](plan.md#memory)"""
     kernels: Literal["auto", "torch"] = field("auto")
-    """which kernels run a step; `auto`: the fastest that every rank has; `torch`: plain PyTorch"""
+    """`auto` takes the fastest kernels that every rank has, `torch` plain PyTorch"""
     betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
     """AdamW's decay rates"""
     eps: types.Rate = field(1e-10, STOCK, "of the gradient")
     """AdamW's epsilon"""
     bias_correction: types.Flag = field(True, "`FusedAdam`")
-    """AdamW's moments are corrected for their start at zero; Muon has none to correct"""
+    """Correct AdamW's moments for their start at zero; Muon has none to correct"""
     adam_w_mode: types.Flag = field(True, STOCK)
-    """decoupled decay in the AdamW half; false: Adam with L2"""
+    """`true`: AdamW, with decoupled decay; `false`: Adam with L2"""
     torch_adam: types.Flag = field(False, STOCK)
-    """accepted because stock has it; the AdamW half is torch's AdamW anyway"""
+    """Accepted because stock has it; the AdamW half is torch's AdamW anyway"""
     fp32_optimizer_states: types.Yes = field(True, STOCK)
     """AdamW's states are fp32"""
     per_head_muon: types.Flag = field(False, STOCK)
-    """attention projections: each head is a matrix of its own; `muon_split` overrides it"""
+    """Each attention head is a matrix; `muon_split` overrides it"""
     tp_mode: Literal["whole", "shard"] = field("whole")
-    """matrices split by tensor parallelism: orthogonalized whole, or each shard by itself, an approximation"""
+    """Orthogonalize matrices split by tensor parallelism whole, or each shard by itself, which is another update"""
     import_momentum: Literal["first_moment", "zero"] = field("first_moment")
-    """what Muon's momentum is set to when state of AdamW is imported"""
+    """What Muon's momentum starts from when AdamW's state is imported"""
     monitor_interval: types.Interval = field(10, unit="steps")
-    """number of steps between records in DeepSpeed's monitor, if one is enabled; 0: no records"""
+    """Number of steps between records in DeepSpeed's monitor, if one is enabled; 0: no records"""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> MuonConfig:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation against the code: names of tests, refusals, messages, commands, generated pages, the site."""
+"""The documentation against the code: tests, refusals, messages, commands, JSON, generated pages, the site."""
 
 import ast
 import json
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from deepspeed.muon.cli import main
+from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.zero.refusals import MOMENTUM_DTYPE, RULES
 from helpers.distributed import run
 from helpers.models import MODELS, initialize_, train_engine
@@ -227,6 +228,11 @@ def commands(page: Path) -> list[str]:
     return [text for line in lines if (text := re.sub(r"(^|\s+)#.*", "", line).strip())]
 
 
+def titled(page: Path) -> dict[str, str]:
+    """The files that a page shows: the code blocks with a title, by their names."""
+    return dict(re.findall(r'^```\w+ title="(.*?)"\n(.*?)^```', page.read_text(), re.M | re.S))
+
+
 HERE = {page: [text for text in commands(page) if not re.search("|".join(ELSEWHERE), text)] for page in GUIDES}
 
 
@@ -274,6 +280,8 @@ def prepare(page: Path, folder: Path) -> None:
         (folder / "model.py").write_text(
             (folder / "model.py").read_text() + "\n\ndef make_model():\n    return GPT(GPTConfig())\n"
         )
+        for name, text in titled(page).items():
+            (folder / name).write_text(text)
     if page.stem in TRAINED and page.is_relative_to(DOCS):
         train_for(TRAINED[page.stem], folder)
 
@@ -287,6 +295,22 @@ def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
     for command in HERE[page]:
         output = shell(smaller(command), folder)
         assert output or ">" in command, f"{command} says nothing"
+
+
+def json_blocks(page: Path) -> list[str]:
+    return re.findall(r"^ *```json.*?\n(.*?)^ *```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in GUIDES if json_blocks(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_json_is_a_config_that_is_accepted(page: Path) -> None:
+    """A section of Muon, or its params alone, such as a preset's; a framework fills in "auto"."""
+    for config in map(json.loads, json_blocks(page)):
+        section = config.get("optimizer", {"type": "Muon", "params": {}})
+        is_params = set(config) <= set(MuonConfig.model_fields)
+        assert section["type"] == "Muon"
+        parse({key: value for key, value in (config if is_params else section["params"]).items() if value != "auto"})
 
 
 def test_shares_of_a_step_are_those_that_plan_prints(capsys: pytest.CaptureFixture) -> None:
