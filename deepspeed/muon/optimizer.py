@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon.config.presets import naming_preset_keys
 from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.describe import Description, describe
 from deepspeed.muon.errors import UnsupportedError, logger
 from deepspeed.muon.exchange.groups import Agreed, agreed, short_hash
 from deepspeed.muon.exchange.partition import Partition, whole_partition
@@ -138,6 +139,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
             self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=steps_done)
         self._origins, self._given_lrs = split.origins, split.given_lrs
+        #: For each parameter group, the specs of its parameters.
+        self._specs_of_groups = [[specs[p] for p in half["params"]] for half in split.halves]
         #: Whether the config or a parameter group sets a learning rate; otherwise stock DeepSpeed's defaults apply.
         self.sets_learning_rate = split.sets_learning_rate
         # No defaults: each half has all of its settings, those of Muon or those of AdamW.
@@ -317,6 +320,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             yield
         finally:
             self._phase, self._stats = outer
+
+    def describe(self) -> Description:
+        """Return a table of what is updated how: shapes, learning rates and scales of this step, dtype, method, owners.
+
+        ``print(engine.basic_optimizer.describe())`` prints it; ``describe().rows`` are its rows.
+        """
+        return describe(self.param_groups, self._specs_of_groups, [*self._steps.values()])
 
     def warn_of_no_matrix(self) -> None:
         """Log a warning that AdamW updates all parameters, and why no matrix goes to Muon."""

@@ -238,10 +238,10 @@ def _destroy(original: Callable, self: Any) -> None:
 _ENGINE = "deepspeed.runtime.engine"
 #: Attribute of DeepSpeed -> the function that replaces it; its first argument is the original.
 ALWAYS: dict[Seam, Callable] = {
-    Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
     Seam(_ENGINE, "DeepSpeedEngine._configure_basic_optimizer"): _configure_basic_optimizer,
     Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): _configure_optimizer,
     Seam(_ENGINE, "get_fp32_state_dict_from_zero_checkpoint"): load.fp32_weights,
+    Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
 }
 #: The same, of methods of an engine; other engines than those with a MuonWithAuxAdam run the original.
 _OF_ENGINES: dict[str, Callable] = {

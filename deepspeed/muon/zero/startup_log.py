@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log at start: what updates which parameters and how, which were split, and what would make a step faster."""
+"""The log at start: one line on what updates what, warnings of what makes steps slower, and the rest at DEBUG."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import logger
 from deepspeed.muon.exchange.plan import GlobalPlan
 from deepspeed.muon.kernels.selection import summary
@@ -24,14 +25,16 @@ from deepspeed.muon.zero.wrappers.grids import expert_counts, tp_rank
 
 #: Warn if stepping sub-groups one by one takes more than this many times as long as stepping whole groups could.
 MAX_SUB_GROUP_SLOWDOWN = 1.25
+REST = "print(engine.basic_optimizer.describe()) shows each shape"
 #: Advise using more threads if a rank has at least this many CPUs for each of its threads.
 CPUS_PER_THREAD_TO_ADVISE = 4
 
 
 def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
-    """Log what Muon and AdamW will update, how a step runs, and how parameters are split into matrices.
+    """Log in one line what Muon and AdamW will update, and at DEBUG how a step runs and how parameters are split.
 
-    With a pipeline or tensor parallelism, each stage or shard logs its own part of the model.
+    What makes a step slower than it could be is a warning. With a pipeline or tensor parallelism, each stage or shard
+    logs its own part of the model.
 
     Args:
         adapter: the :class:`Adapter` of the engine's ZeRO wrapper.
@@ -52,22 +55,23 @@ def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
         *expert_counts(engine, optimizer),
         f"AdamW updates {len(rest)} tensors ({_elements(rest):,} parameters)",
         *([f"{len(lora)} of them LoRA factors (muon_lora can send them to Muon)"] if lora else ()),
-        f"on {count} rank{'s' * (count > 1)}{_work_division(engine, optimizer)}",
+        f"on {count} rank{'s' * (count > 1)}",
     )
     config = optimizer.config
-    scale = f"; adjust_lr_fn {config.scale}, {config.scale_reason}" if matrices else ""
-    logger.info("deepspeed-muon %s: %s%s%s", __version__, place, ", ".join(facts), scale)
+    how = (_size_of_updates(config), _where_and_in(optimizer), REST) if matrices else ()
+    logger.info("deepspeed-muon %s: %s%s", __version__, place, "; ".join([", ".join(facts), *how]))
     if matrices:
-        logger.info("deepspeed-muon: %s%s", place, "; ".join(_update_phrases(optimizer, matrices)))
-        logger.info("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer)))
+        _warn_of_slow_steps(engine, optimizer)
+        logger.debug("deepspeed-muon: %s%s", place, "; ".join(_update_phrases(optimizer, matrices)))
+        logger.debug("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer)))
     if config.preset != "none":
-        logger.info("deepspeed-muon: %s", config.preset_summary)
+        logger.debug("deepspeed-muon: %s", config.preset_summary)
     splits = defaultdict[str, list[str]](list)
     for spec in matrices:
         if spec.split:
             splits[spec.split if spec.left_whole else f"split into {spec.split}"].append(spec.name)
     for split, names in splits.items():
-        logger.info("deepspeed-muon: %s: %d parameters (first: %s)", split, len(names), names[0])
+        logger.debug("deepspeed-muon: %s: %d parameters (first: %s)", split, len(names), names[0])
     if note := head_note(specs):
         logger.info("deepspeed-muon: %s", note)
     _warn_of_no_decay(optimizer)
@@ -105,20 +109,50 @@ def _update_phrases(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> t
     )
 
 
+def _size_of_updates(config: MuonConfig) -> str:
+    """Return the size of an update as a number times the learning rate, or as a formula where it varies by shape."""
+    size = f"RMS {config.rms_scale:g} x lr" if config.scale == "match_rms_adamw" else f"scale {SCALES[config.scale][0]}"
+    return f"updates of {size} (adjust_lr_fn {config.scale}, {config.scale_reason})"
+
+
+def _where_and_in(optimizer: MuonWithAuxAdam) -> str:
+    return f"Newton-Schulz on {optimizer.exchange.device.type} in {optimizer.ns_dtype} ({_why_dtype(optimizer)})"
+
+
 def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
-    """Return phrases for the log on how a step runs: megabytes sent, kernels, dtype and methods of Newton-Schulz."""
+    """Return phrases for the log on how a step runs: megabytes sent, kernels, methods of Newton-Schulz."""
     exchange, plans = optimizer.exchange, optimizer.plans
     methods = sorted(optimizer.ns_methods - {"auto"})
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.of_all.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
+    threads, limit = torch.get_num_threads(), optimizer.context.threads or torch.get_num_threads()
+    shares_cpus = [f"a step uses {limit} of {threads} threads, because ranks share CPUs"] if limit < threads else []
     return (
         f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}",
         *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
-        *_thread_phrases(optimizer),
+        *shares_cpus,
         f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
-        f"Newton-Schulz on {exchange.device.type} in {optimizer.ns_dtype} ({_why_dtype(optimizer)})"
-        + (f", ns_method {', '.join(methods)} in groups that set it" if methods else ""),
+        *([f"ns_method {', '.join(methods)} in groups that set it"] if methods else ()),
     )
+
+
+def _warn_of_slow_steps(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    """Warn of what makes a step slower than it could be: no fast kernels, work that is not shared, unused CPUs."""
+    context, threads = optimizer.context, torch.get_num_threads()
+    reasons = [f"{kind}: {reason}" for kind, reason in context.unavailable.items() if reason]
+    found = []
+    if reasons and optimizer.config.kernels == "auto":
+        found.append(f"kernels: {summary(context.kernels, context.unavailable)}")
+    if alone := _repeated_work(engine, optimizer):
+        found.append(f"each rank orthogonalizes {alone} itself; zero_optimization.stage 1 shares this work")
+    on_cpu = any(tensor.is_cpu for partition in optimizer.all_partitions for tensor in partition.tensors)
+    if on_cpu and context.threads is not None and context.threads >= CPUS_PER_THREAD_TO_ADVISE * threads:
+        found.append(
+            f"each rank uses {threads} of {context.threads} CPUs; set OMP_NUM_THREADS to use more, up to "
+            f"{context.threads}"
+        )
+    for text in found:
+        logger.warning("deepspeed-muon: steps are slower than they could be: %s", text)
 
 
 def _why_dtype(optimizer: MuonWithAuxAdam) -> str:
@@ -131,30 +165,12 @@ def _why_dtype(optimizer: MuonWithAuxAdam) -> str:
     return "this CPU multiplies it fastest" if is_cpu else "as fast as bf16, and more exact"
 
 
-def _thread_phrases(optimizer: MuonWithAuxAdam) -> list[str]:
-    """Return a phrase for the log on this rank's CPU threads, if there are too many or very few, otherwise nothing."""
-    limit, threads = optimizer.context.threads, torch.get_num_threads()
-    on_cpu = any(tensor.is_cpu for partition in optimizer.all_partitions for tensor in partition.tensors)
-    if limit is None or not on_cpu:
-        return []
-    if threads > limit:
-        return [f"each rank uses {limit} of its {threads} threads, because the ranks of a node share its CPUs"]
-    if limit >= CPUS_PER_THREAD_TO_ADVISE * threads:
-        return [f"each rank uses {threads} of {limit} CPUs; set OMP_NUM_THREADS to use more, up to {limit}"]
-    return []
-
-
-def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return how ranks divide the work at stage 0, such as ``" that share Newton-Schulz"``.
-
-    Return ``""`` at other stages, on one rank, and with tensor parallelism.
-    """
+def _repeated_work(engine: Any, optimizer: MuonWithAuxAdam) -> str:
+    """Return what every rank computes for itself at stage 0: "everything", "the small groups", or ""."""
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return ""
     shared = [partition.is_replicated for partition in optimizer.partitions]
-    if all(shared):
-        return " that share Newton-Schulz"
-    return ", each of which orthogonalizes " + ("the small groups itself" if any(shared) else "everything itself")
+    return "" if all(shared) else "the small groups" if any(shared) else "everything"
 
 
 def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:

@@ -11,20 +11,23 @@ from helpers.training import ds_config, make_engine
 
 
 @contextmanager
-def logged(level: int = logging.NOTSET, with_levels: bool = False) -> Iterator[list[Any]]:
+def logged(level: int = logging.INFO, with_levels: bool = False) -> Iterator[list[Any]]:
     """Yield a list that collects messages of at least this level, on this rank, in the context; or (level, message)."""
     said: list[Any] = []
     handler, logger = logging.Handler(level), logging.getLogger("deepspeed.muon")
+    before = logger.level
 
     def emit(record: logging.LogRecord) -> None:
         said.append((record.levelname, record.getMessage()) if with_levels else record.getMessage())
 
     handler.emit = emit  # type: ignore[method-assign]
     logger.addHandler(handler)
+    logger.setLevel(min(before, level))
     try:
         yield said
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def logged_at_start(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the stages of a pipeline have to agree on: bad steps, options, methods, checkpoints, refusals."""
 
+import logging
 import re
 from functools import partial
 from typing import Any
@@ -159,7 +160,7 @@ def test_the_outer_layers_of_a_pipeline_are_known_by_their_place() -> None:
 
 def started(name: str) -> list[str]:
     """What `initialize` logs on this rank."""
-    with logged() as lines:
+    with logged(logging.DEBUG) as lines:
         make_engine(make_pipeline(name, 2), pipeline_config(2)).destroy()
     return lines
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the log says at the start; the page that reviews what is split has the same lines."""
 
+import logging
 import re
 import time
 from typing import Any
@@ -12,6 +13,7 @@ import deepspeed.muon
 from deepspeed.muon.errors import log_if_slow
 from helpers.distributed import run
 from helpers.logs import logged, logged_at_start
+from helpers.models import Mlp
 from helpers.paths import ROOT
 from helpers.training import PARAMS, ds_config, make_engine
 from helpers.transformers_models import MODELS
@@ -23,7 +25,7 @@ BEGINNINGS = ("deepspeed-muon: split into ", "deepspeed-muon: left whole")
 
 def log_of(model: nn.Module, **params: Any) -> list[str]:
     """What the log says at start of how parameters are split."""
-    with logged() as lines:
+    with logged(logging.DEBUG) as lines:
         make_engine(model, ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS | params})).destroy()
     return [line for line in lines if line.startswith(BEGINNINGS)]
 
@@ -90,21 +92,60 @@ def test_the_rate_and_the_momentum_of_a_schedule_are_named() -> None:
         assert all(level == expected[0] and expected[1] in text for level, text in lines)
 
 
-def test_three_lines_of_log_on_rank_0() -> None:
-    """What is updated, by how much, and how a step runs."""
-    lines, silent = run(logged_at_start, 2, stage=3, widths=(512, 512, 512))
-    assert [level for level, _ in lines] == ["INFO"] * 3 and silent == []
-    assert lines[0][1] == (
-        f"deepspeed-muon {deepspeed.muon.__version__}: Muon updates 2 matrices (524,288 parameters), "
-        "AdamW updates 2 tensors (1,024 parameters), on 2 ranks; adjust_lr_fn original, because adam_lr is set, as for "
-        "stock DeepSpeed's Muon"
+def test_one_line_of_log_on_rank_0() -> None:
+    """What is updated, by how much, in which dtype, and where the rest is."""
+    (line,), silent = run(logged_at_start, 2, stage=3, widths=(512, 512, 512))
+    assert silent == []
+    assert line == (
+        "INFO",
+        f"deepspeed-muon {deepspeed.muon.__version__}: Muon updates 2 matrices (524,288 parameters), AdamW updates 2 "
+        "tensors (1,024 parameters), on 2 ranks; updates of scale sqrt(max(1, rows / cols)) (adjust_lr_fn original, "
+        "because adam_lr is set, as for stock DeepSpeed's Muon); Newton-Schulz on cpu in fp32 (set by ns_dtype); "
+        "print(engine.basic_optimizer.describe()) shows each shape",
     )
-    assert lines[1][1] == (
-        "deepspeed-muon: the update of layers.1.weight [512, 512] has RMS 0.0442 x lr, by adjust_lr_fn original = "
-        "sqrt(max(1, rows / cols))"
-    )
-    assert lines[2][1].startswith("deepspeed-muon: rank 0 sends 1.0 MB per step in fp32; kernels")
-    assert "; Newton-Schulz on cpu in fp32 (set by ns_dtype)" in lines[2][1]
+
+
+def step_at_start() -> list[str]:
+    """What the log has of a step at DEBUG."""
+    with logged(logging.DEBUG) as lines:
+        make_engine(Mlp((512, 512, 512)), ds_config(stage=3)).destroy()
+    return lines
+
+
+def test_the_rest_is_there_at_debug() -> None:
+    lines = run(step_at_start, 2)[0]
+    rms = "the update of layers.1.weight [512, 512] has RMS 0.0442 x lr, by adjust_lr_fn original = "
+    assert f"deepspeed-muon: {rms}sqrt(max(1, rows / cols))" in lines
+    assert any(line.startswith("deepspeed-muon: rank 0 sends 1.0 MB per step in fp32; kernels: ") for line in lines)
+
+
+def described(stage: int, is_bound: bool) -> list[Any]:
+    """The table's rows of an engine's optimizer after two steps of a schedule, or of an optimizer without an engine."""
+    model = Mlp((12, 16, 48, 12))
+    if not is_bound:
+        return [*deepspeed.muon.MuonWithAuxAdam(model.parameters(), model=model, **PARAMS).describe().rows]
+    engine = make_engine(model, ds_config(stage=stage, optimizer={"type": "Muon", "params": PARAMS}))
+    engine.basic_optimizer.given.param_groups[0]["lr"] = 0.5
+    rows, text = engine.basic_optimizer.describe().rows, str(engine.basic_optimizer.describe())
+    engine.destroy()
+    assert len(text.splitlines()) == 1 + len(rows) and all(row.first in text for row in rows)
+    return [*rows]
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (3, 2)])
+def test_the_table_has_every_shape_with_its_rate_and_owners(stage: int, world: int) -> None:
+    rows = run(described, world, stage=stage, is_bound=True)[0]
+    muon, adamw = ([row for row in rows if row.updated_by == half] for half in ("Muon", "AdamW"))
+    scales = {(16, 12): (4 / 3) ** 0.5, (48, 16): 3**0.5, (12, 48): 1.0}
+    assert {row.shape: row.scale for row in muon} == {shape: pytest.approx(scale) for shape, scale in scales.items()}
+    methods = {row.shape: row.method for row in muon}
+    assert methods == {shape: f"{'standard' if shape == (16, 12) else 'gram'} in fp32" for shape in scales}
+    assert {row.lr for row in muon} == {0.5}
+    assert all({*row.owners} <= {*range(world)} for row in muon)
+    assert [(row.shape, row.count, row.scale) for row in adamw] == [((size,), 1, None) for size in (16, 48, 12)]
+    before = run(described, 1, stage=0, is_bound=False)[0]
+    assert {row.shape for row in before if row.updated_by == "Muon"} == scales.keys()
+    assert not any(row.owners or row.method for row in before)
 
 
 def test_what_takes_long_at_the_start_is_told() -> None:
@@ -126,9 +167,9 @@ def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
 
 
 def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
-    warning = run(logged_at_start, 2, stage=3, zero={"sub_group_size": 50})[0][3]
+    warning = run(logged_at_start, 2, stage=3, zero={"sub_group_size": 50})[0][1]
     assert warning[0] == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in warning[1]
     size = int(warning[1].rpartition("set sub_group_size to ")[2].split()[0])
-    for enough, lines in ((size // 2, 4), (size, 3)):
+    for enough, lines in ((size // 2, 2), (size, 1)):
         assert len(run(logged_at_start, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
-    assert len(run(logged_at_start, 2, stage=3, groups=3)[0]) == 3, "groups of the script are no sub-groups"
+    assert len(run(logged_at_start, 2, stage=3, groups=3)[0]) == 1, "groups of the script are no sub-groups"
