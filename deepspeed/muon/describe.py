@@ -21,7 +21,7 @@ class Row:
         count: how many there are.
         first: name of the first one.
         lr: the group's learning rate at this step.
-        scale: factor of Muon's update beside ``lr``, by the shape; ``None`` for AdamW.
+        scale: factor of Muon's update next to ``lr``, by the shape; ``None`` for AdamW.
         method: how Muon orthogonalizes, such as ``gram in fp16``; empty for AdamW and before the first step.
         owners: the ranks that orthogonalize these matrices; empty for AdamW and before the first step.
     """
