@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -43,6 +43,9 @@ class StepContext:
             the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
         is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
             ``None``: the optimizer checks them by itself, because they are equal on all ranks.
+        read: function that returns the elements of an int32 tensor on the device; it may read more with them.
+        gradients: function of a partition that the current call of ``step`` does not update. It returns the consecutive
+            pieces of its flat gradient, or ``None`` if they are not in memory.
     """
 
     is_logging: bool = True
@@ -54,6 +57,8 @@ class StepContext:
     muon_of_all_stages: dict[str, str] | None = None
     is_stepped_in_parts: bool = False
     is_finite: Callable[[], Agreed] | None = None
+    read: Callable[[Tensor], list[int]] = Tensor.tolist
+    gradients: Callable[[Partition], Sequence[Tensor] | None] = lambda partition: None
 
 
 @without_collector()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError
@@ -29,6 +30,7 @@ from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.threads import threads_per_rank, usable_cpus
 from deepspeed.muon.zero.tp_ranks import grid_of, stage_number
+from deepspeed.muon.zero.wrappers.grad_norm import NormWatch
 from deepspeed.muon.zero.wrappers.registry import adapter_for
 from deepspeed.muon.zero.wrappers.tensor_parallel import partitions_over_tp
 
@@ -101,6 +103,8 @@ def bind_engine(engine: Any) -> None:
         muon_of_all_stages=muon_of_all_stages,
         is_stepped_in_parts=True,
         is_finite=is_finite,
+        read=is_finite.read if isinstance(is_finite, NormWatch) else Tensor.tolist,
+        gradients=adapter.gradients,
     )
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, device)
