@@ -21,6 +21,8 @@ from deepspeed.muon.kernels.workspace import Workspace
 #: Number of elements that are processed at a time if temporaries are needed: on a CPU they fit in its cache, elsewhere
 #: they are so many that launches cost little.
 CPU_CHUNK, CHUNK = 2**17, 2**21
+#: The bits of an fp32 number that are its exponent.
+EXPONENT = 0x7F800000
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
@@ -178,8 +180,8 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
     near_one_(x.view(x.size(0), -1), dim=1)
     # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
     by_rows = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-    length = torch.linalg.vector_norm(by_rows, dim=-1).view(-1, 1, 1)
-    return torch.div(x, torch.where(length == 0, 1.0, length / norm), out=out)
+    length = torch.linalg.vector_norm(by_rows, dim=-1).view(-1, 1, 1).div_(norm)
+    return torch.div(x, length.clamp_min_(torch.finfo(torch.float32).tiny), out=out)  # zero stays zero
 
 
 def near_one_(matrix: Tensor, dim: int) -> None:
@@ -187,12 +189,11 @@ def near_one_(matrix: Tensor, dim: int) -> None:
 
     ``dim``: 1 for one power for each row, 0 for one for each column.
     """
-    low, high = torch.aminmax(matrix, dim=dim, keepdim=True)
-    largest = torch.maximum(high, -low).float()
-    # frexp's exponent, from the bits of fp32, because not every backend has frexp; less for zero and subnormal numbers.
-    exponent = largest.view(torch.int32).bitwise_right_shift(23).sub(126)
-    # Within +-126 the power is a normal number; subnormal inputs end near 2^-23, which is safe.
-    matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()).to(matrix.dtype))
+    largest = torch.linalg.vector_norm(matrix, torch.inf, dim=dim, keepdim=True).float()
+    # The power of two at or below it, from the bits of fp32, because not every backend has frexp.
+    power = largest.view(torch.int32).bitwise_and_(EXPONENT).view(torch.float32)
+    # Within these bounds it is a normal number, also for zero; subnormal inputs end near 2^-23, which is safe.
+    matrix.div_(power.clamp_(2.0**-126, 2.0**126).to(matrix.dtype))
 
 
 def symmetric(name: str, x: Tensor, work: Workspace) -> Tensor:

@@ -70,24 +70,25 @@ class Workspace:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
-def matrices_together(x: Tensor, dtype: torch.dtype) -> int:
+def matrices_together(x: Tensor, dtype: torch.dtype, smalls: int = 4) -> int:
     """Return how many matrices of ``x``, ``[batch, rows, cols]``, Newton-Schulz should process at a time.
 
-    ``dtype``: that of the products.
+    ``dtype``: that of the products. ``smalls``: as for :func:`batch_limit`.
     """
     rows, cols = x.shape[-2:]
-    return batch_limit(rows * cols, min(rows, cols), dtype.itemsize, is_accelerator(x.device))
+    return batch_limit(rows * cols, min(rows, cols), smalls, dtype.itemsize, is_accelerator(x.device))
 
 
-def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool) -> int:
+def batch_limit(numel: int, small: int, smalls: int, itemsize: int, accelerator: bool) -> int:
     """Return how many matrices of ``numel`` elements Newton-Schulz should process at a time, at least one.
 
     If ``accelerator``, :data:`BATCH_BYTES` limits their temporaries. On a CPU :data:`CACHED_BYTES` limits the matrices
     with their temporaries, but not to fewer than torch has threads.
 
-    ``small``: the number of rows of a Gram matrix. ``itemsize``: bytes of an element in the products.
+    ``small``: the number of rows of a Gram matrix. ``smalls``: the number of temporaries of its size that the method
+    needs. ``itemsize``: bytes of an element in the products.
     """
-    nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:
-        return max(1, BATCH_BYTES // nbytes)
+        return max(1, BATCH_BYTES // max(1, itemsize * (numel + smalls * small * small)))  # with a second X
+    nbytes = max(1, itemsize * (numel + 4 * small * small))  # the limit for CPUs was measured with four, by any method
     return max(torch.get_num_threads(), CACHED_BYTES // (nbytes + itemsize * numel))

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.muon.kernels.workspace import batch_limit
-from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.newton_schulz import DTYPES, SYMMETRIC
 from deepspeed.muon.plan.bucket import OwnedBlocks, batches_of
 from deepspeed.muon.plan.placement import PlacedBlock, Spread
 from deepspeed.muon.plan.plan import GlobalPlan
-
-#: Method of Newton-Schulz -> names of its small symmetric matrices.
-SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
 
 
 class BatchSize(NamedTuple):
@@ -136,7 +133,8 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
         sizes[name] = small * small * itemsize
         if memory.has_native_products and memory.dtype == "bf16":
             sizes[f"{name} diagonal"] = 4 * small
-    together = min(batch.number, batch_limit(numel, small, itemsize, memory.device_type != "cpu"))
+    limit = batch_limit(numel, small, len(SYMMETRIC[method]), itemsize, memory.device_type != "cpu")
+    together = min(batch.number, limit)
     return Counter({name: together * size for name, size in sizes.items()})
 
 
