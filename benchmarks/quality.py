@@ -162,7 +162,7 @@ def verdict(found: list[dict[str, Any]]) -> str:
     lines = []
     for kind in dict.fromkeys(row["input"] for row in found):
         ratios = [row["of torch's"] for row in found if row["input"] == kind]
-        lines.append(f"- {kind}: {min(ratios):.2f} to {max(ratios):.2f};")
+        lines.append(f"- {kind}: {min(ratios):.2f} to {max(ratios):.2f}")
     worst = max(row["of torch's"] for row in found)
     judged = "nothing is worse than torch's" if worst <= 1 else "SOMETHING IS WORSE THAN TORCH'S"
     return "\n".join([*lines, f"- all: at most {worst:.2f}: {judged}."])
