@@ -166,11 +166,11 @@ def _joined(pieces: Sequence[Tensor]) -> list[Tensor]:
 
 def _of_run(pieces: Sequence[Tensor], copy: GridCopy) -> Tensor:
     """Return the elements that ``copy`` selects from a tensor which ``pieces`` make up, as a view of one of them."""
-    for piece in pieces:
-        if copy.start < piece.numel():
-            return grid_view(piece, copy)
-        copy = copy._replace(start=copy.start - piece.numel())
-    raise IndexError("the gradient is shorter than the tensor")
+    number = 0
+    while copy.start >= pieces[number].numel():
+        copy = copy._replace(start=copy.start - pieces[number].numel())
+        number += 1
+    return grid_view(pieces[number], copy)
 
 
 def _spread(runs: Sequence[ShardRun]) -> list[int]:
