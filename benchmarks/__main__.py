@@ -16,10 +16,11 @@ BENCHMARKS = {
     "step": ("step", "backward + step under ZeRO, also over a slow link: deepspeed-muon, stock's Muon, AdamW"),
     "single": ("optimizers", "the optimizers alone, on one process"),
     "ns": ("ns", "Newton-Schulz by method, dtype and shape: time and error, ours and others'"),
+    "launches": ("launches", "kernel launches of a step for 8B and 70B models, counted without a GPU"),
     "loss": ("learning", "held-out loss against seconds, by optimizer or dtype of the momentum"),
     "exactness": ("exactness", "errors against oracles, stock and torch; writes docs/evidence/exactness.md"),
     "quality": ("quality", "orthogonality by schedule, dtype, method and spectrum; writes docs/evidence/quality.md"),
-    "gpu": ("gpu", "everything on one GPU, in two calls of less than ten minutes"),
+    "gpu": ("gpu", "everything on one GPU, in six calls of less than seven minutes"),
 }
 
 

@@ -43,11 +43,13 @@ from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree,
 from deepspeed.muon.saved_state import SavedForm
 from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step import (
+    Gradients,
     PartitionStep,
     StepContext,
     StepValues,
     are_finite,
     bind_partition,
+    pieces_of,
     with_settings,
     without_gradient,
 )
@@ -97,6 +99,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     _phase: Phase = nullcontext
     _stats: StepStats | None = None
     _is_skip_logged = False
+    #: First tensor of a partition -> its matrices without a gradient in this step; ``None`` before the first look.
+    _without_gradient: dict[Tensor, frozenset[str]] | None = None
 
     def __init__(
         self, params: Iterable[Any], *, model: nn.Module, settings: MuonConfig | None = None, **config: Any
@@ -302,7 +306,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         With QK-clip, a collective: exchange the largest attention logits with the ranks that train the same layers.
         """
-        self._is_skip_logged = False
+        self._is_skip_logged, self._without_gradient = False, None
         if self.context.is_logging or self.stage:  # the parameters of other pipeline stages are unknown to rank 0
             warn_of_late_parameters(self._frozen)
         if self.qk_clip:
@@ -421,6 +425,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if self._replicas is not None:
                 check_replicas_agree(self, self._replicas)
             self.begin_step()
+        groups = [group for group in self.param_groups if group["params"]]
+        steps = [self._step_of(group) if group["use_muon"] else None for group in groups]
+        without_gradient = self._find_without_gradient([step for step in steps if step is not None])
         # One answer for all ranks and groups, before the first group is updated: either all are updated or none.
         if not self._is_finite():
             self.report_skip()
@@ -428,15 +435,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         # In every step, because a schedule may change these rates.
         for group in self.param_groups:
             check_decay_rates(group)
-        groups = [group for group in self.param_groups if group["params"]]
-        steps = [self._step_of(group) if group["use_muon"] else None for group in groups]
-        absent = iter(self._without_gradient([step for step in steps if step is not None]))
         for group, step in zip(groups, steps, strict=True):
             left_alone: frozenset[str] = frozenset()
             if step is None:
                 self._adam_step(group)
             else:
-                self._muon_step(group, step, left_alone := next(absent))
+                self._muon_step(group, step, left_alone := without_gradient[group["params"][0]])
             if self.qk_clip:
                 plan = None if step is None else step.plan
                 self.qk_clip.apply(group["params"], plan, left_alone, kernels=self.context.kernels, work=self.workspace)
@@ -486,16 +490,28 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         return step
 
-    def _without_gradient(self, steps: list[PartitionStep]) -> list[frozenset[str]]:
-        """Return for each step the names of its matrices whose gradient is zero on all ranks; a collective."""
-        if not steps:
-            return []
+    def _find_without_gradient(self, steps: Sequence[PartitionStep]) -> dict[Tensor, frozenset[str]]:
+        """Return {first tensor of a partition: names of its matrices whose gradient is zero on all ranks}.
+
+        A collective. ``steps``: those that this call of :meth:`step` takes. In the first call of a step all partitions
+        are looked at whose gradients are in memory, so that the host waits for the device once.
+        """
+        looks: list[tuple[PartitionStep, Gradients]]
+        looks = [(step, [pieces_of(tensor) for tensor in step.partition.tensors]) for step in steps]
+        if self._without_gradient is None:
+            own, self._without_gradient = {id(step) for step in steps}, {}
+            others = [step for step in self._steps.values() if id(step) not in own]
+            found = [(step, self.context.gradients(step.partition)) for step in others]
+            looks += [(step, [pieces]) for step, pieces in found if pieces is not None]
+        looks = [look for look in looks if look[0].partition.tensors[0] not in self._without_gradient]
         with self._phase("prepare"):
-            found = without_gradient([step.gradients for step in steps], [step.partition.tensors for step in steps])
-        if self._stats is not None:
-            # All ranks that share the plan count the same matrices, and their counts are added up.
-            self._stats.without_gradient += sum(len(a) / s.sharers for a, s in zip(found, steps, strict=True))
-        return found
+            names = without_gradient([step.gradients for step, _ in looks], [g for _, g in looks], self.context.read)
+        for (step, _), of_step in zip(looks, names, strict=True):
+            self._without_gradient[step.partition.tensors[0]] = of_step
+            if self._stats is not None:
+                # All ranks that share the plan count the same matrices, and their counts are added up.
+                self._stats.without_gradient += len(of_step) / step.sharers
+        return self._without_gradient
 
     def _muon_step(self, group: dict[str, Any], step: PartitionStep, without_gradient: frozenset[str]) -> None:
         states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.exchange.bucket import Bucket, ShardRun, Span
+from deepspeed.muon.exchange.bucket import Bucket, GridCopy, ShardRun, Span
 from deepspeed.muon.exchange.groups import Agreed, short_hash
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.exchange.plan import Plan, cost_model, plan_partition, without_collector
@@ -50,21 +50,44 @@ from deepspeed.muon.second_moments import SecondMoments
 
 #: How many elements of each matrix's gradient to test first. A matrix is read as a whole only if all of them are zero.
 PROBES = 16
+#: For each tensor of a partition, the consecutive pieces of its gradient, flattened; none if it has no gradient.
+Gradients = Sequence[Sequence[Tensor]]
 
 
 class _Probes(NamedTuple):
     """The elements of one tensor's gradient that :class:`GradientProbe` tests.
 
     ``tensor``: the tensor's index in the partition. The other fields have one item for each matrix of which the tensor
-    holds elements. ``runs``: the parts of the matrix in the tensor. ``matrices``: index of the matrix in the partition,
-    int64 ``[matrices]``. ``positions``: indices in the tensor of the elements to test first, int64
-    ``[matrices, PROBES]``.
+    holds elements, in the order of the elements. ``runs``: the parts of the matrix in the tensor. ``numbers``,
+    ``matrices``: index of the matrix in the partition, as integers and as an int64 tensor. ``positions``: indices in
+    the tensor of the :data:`PROBES` elements to test first. ``indices``: lengths of the gradient's pieces -> for each
+    piece, the positions in it, int64 ``[matrices, PROBES]``.
     """
 
     tensor: int
     runs: list[list[ShardRun]]
+    numbers: list[int]
     matrices: Tensor
-    positions: Tensor
+    positions: list[list[int]]
+    indices: dict[tuple[int, ...], list[Tensor]]
+
+    def sampled(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the elements to test first, ``[matrices, PROBES]``; ``pieces``: the gradient, in 1-D pieces."""
+        lengths = tuple(piece.numel() for piece in pieces)
+        if lengths not in self.indices:
+            self.indices[lengths] = self._indices(lengths)
+        found = zip(pieces, self.indices[lengths], strict=True)
+        return torch.cat([piece[index] for piece, index in found if index.numel()])
+
+    def _indices(self, lengths: Sequence[int]) -> list[Tensor]:
+        result, start = [], 0
+        for length in lengths:
+            # A matrix lies in one piece, because it belongs to one parameter.
+            inside = [[p - start for p in of_one] for of_one in self.positions if 0 <= of_one[0] - start < length]
+            index = torch.tensor(inside, dtype=torch.int64, device=self.matrices.device)
+            result.append(index.view(-1, PROBES))
+            start += length
+        return result
 
 
 class GradientProbe:
@@ -75,6 +98,7 @@ class GradientProbe:
 
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
         self._exchange, self._is_shared = exchange, plan.of_all.gradient_flag_count > 0
+        self._device = partition.tensors[0].device
         #: Names of all matrices; the same order on all ranks.
         self.names = [item.name for item in partition.blocks]
         index = {name: number for number, name in enumerate(self.names)}
@@ -84,39 +108,35 @@ class GradientProbe:
                 runs[run.tensor][index[run.matrix]].append(run)
         self._probes = []
         for tensor, of_tensor in runs.items():
-            device = partition.tensors[tensor].device
-            integers = partial(torch.tensor, dtype=torch.int64, device=device)
-            positions = integers([_spread(of_matrix) for of_matrix in of_tensor.values()])
-            self._probes.append(_Probes(tensor, [*of_tensor.values()], integers([*of_tensor]), positions))
+            in_order = dict(sorted(of_tensor.items(), key=lambda pair: pair[1][0].copy.start))
+            numbers, parts = list(in_order), list(in_order.values())
+            matrices = torch.tensor(numbers, dtype=torch.int64, device=partition.tensors[tensor].device)
+            self._probes.append(_Probes(tensor, parts, numbers, matrices, [*map(_spread, parts)], {}))
 
-    def sampled(self, tensors: Sequence[Tensor]) -> Tensor:
+    def sampled(self, gradients: Gradients) -> Tensor:
         """Return int32 ``[matrices]``: 1 where a sample of the matrix's gradient is not zero on some rank, otherwise 0.
 
-        ``tensors``: the tensors of the partition; a ``grad`` of ``None`` counts as zero. A collective, unless this
-        rank's gradients are enough to tell.
+        A collective, unless this rank's gradients are enough to tell.
         """
-        present = torch.zeros(len(self.names), dtype=torch.int32, device=tensors[0].device)
-        for probes, grad in self._with_gradient(tensors):
-            present[probes.matrices] = grad[probes.positions].ne(0).any(dim=1).to(torch.int32)
-        return self._of_all_ranks(present)
-
-    def read(self, tensors: Sequence[Tensor], matrices: Collection[int]) -> Tensor:
-        """Return int32 ``[matrices]`` as :meth:`sampled` does, but read the whole gradient of the given matrices.
-
-        ``matrices``: their indices, equal on all ranks; the result is 1 for all others.
-        """
-        present = torch.ones(len(self.names), dtype=torch.int32, device=tensors[0].device)
-        present[list(matrices)] = 0
-        for probes, grad in self._with_gradient(tensors):
-            for number, runs in zip(probes.matrices.tolist(), probes.runs, strict=True):
-                if number in matrices:
-                    present[number] = torch.stack([grid_view(grad, run.copy).any() for run in runs]).any()
-        return self._of_all_ranks(present)
-
-    def _with_gradient(self, tensors: Sequence[Tensor]) -> Iterator[tuple[_Probes, Tensor]]:
+        present = torch.zeros(len(self.names), dtype=torch.int32, device=self._device)
         for probes in self._probes:
-            if (grad := tensors[probes.tensor].grad) is not None:
-                yield probes, grad.contiguous().view(-1)
+            if pieces := _joined(gradients[probes.tensor]):
+                present[probes.matrices] = probes.sampled(pieces).ne(0).any(dim=1).to(torch.int32)
+        return self._of_all_ranks(present)
+
+    def read(self, gradients: Gradients, matrices: Sequence[int]) -> Tensor:
+        """Return int32, one item for each of ``matrices``: 1 where its gradient is not zero on some rank, otherwise 0.
+
+        ``matrices``: indices of matrices, equal on all ranks. Their gradients are read as a whole.
+        """
+        present = torch.zeros(len(matrices), dtype=torch.int32, device=self._device)
+        places = {number: place for place, number in enumerate(matrices)}
+        for probes in self._probes:
+            pieces = _joined(gradients[probes.tensor])
+            for number, runs in zip(probes.numbers, probes.runs, strict=True):
+                if pieces and number in places:
+                    present[places[number]] = torch.stack([_of_run(pieces, run.copy).any() for run in runs]).any()
+        return self._of_all_ranks(present)
 
     def _of_all_ranks(self, present: Tensor) -> Tensor:
         present = present.to(self._exchange.device)
@@ -125,23 +145,55 @@ class GradientProbe:
         return present
 
 
-def without_gradient(probes: Sequence[GradientProbe], tensors: Sequence[Sequence[Tensor]]) -> list[frozenset[str]]:
+def without_gradient(
+    probes: Sequence[GradientProbe], gradients: Sequence[Gradients], read: Callable[[Tensor], list[int]]
+) -> list[frozenset[str]]:
     """Return for each partition the names of its matrices whose gradient is zero on all ranks; a collective.
 
-    ``probes``: those of the partitions. ``tensors``: for each partition, its tensors. The host waits for the device
-    once, or twice if a sample of some gradient is zero on all ranks.
+    The host waits for the device once, or twice if a sample of some gradient is zero on all ranks.
+
+    Args:
+        probes: those of the partitions.
+        gradients: the gradients of each partition.
+        read: function that returns the elements of an int32 tensor, which waits for the device.
     """
+    if not probes:
+        return []
+    pairs = list(zip(probes, gradients, strict=True))
     # A gradient that is not zero is hardly ever zero at all sampled positions, so most steps read no more of it.
-    found = torch.cat([probe.sampled(of_part) for probe, of_part in zip(probes, tensors, strict=True)]).tolist()
-    result = []
-    for probe, of_part in zip(probes, tensors, strict=True):
-        present, found = found[: len(probe.names)], found[len(probe.names) :]
-        # Equal on all ranks, so all of them read on, or none.
-        unsure = {number for number, is_present in enumerate(present) if not is_present}
-        if unsure:
-            present = probe.read(of_part, unsure).tolist()
-        result.append(frozenset(name for name, one in zip(probe.names, present, strict=True) if not one))
+    flags = iter(read(torch.cat([probe.sampled(of_part) for probe, of_part in pairs])))
+    # Equal on all ranks, so all of them read on, or none.
+    unsure = [[number for number in range(len(probe.names)) if not next(flags)] for probe in probes]
+    if not any(unsure):
+        return [frozenset() for _ in probes]
+    looks = [(probe, of_part, numbers) for (probe, of_part), numbers in zip(pairs, unsure, strict=True) if numbers]
+    flags = iter(torch.cat([probe.read(of_part, numbers) for probe, of_part, numbers in looks]).tolist())
+    return [
+        frozenset(probe.names[number] for number in numbers if not next(flags))
+        for probe, numbers in zip(probes, unsure, strict=True)
+    ]
+
+
+def _joined(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Return the elements of ``pieces``, in order, as few 1-D tensors: neighbours in memory become one."""
+    result: list[Tensor] = []
+    for piece in (piece.reshape(-1) for piece in pieces if piece.numel()):
+        last = result[-1] if result else piece
+        is_next = last.storage_offset() + last.numel() == piece.storage_offset() and last.dtype == piece.dtype
+        if is_next and last.untyped_storage()._cdata == piece.untyped_storage()._cdata:
+            result[-1] = torch.as_strided(last, (last.numel() + piece.numel(),), (1,))
+        else:
+            result.append(piece)
     return result
+
+
+def _of_run(pieces: Sequence[Tensor], copy: GridCopy) -> Tensor:
+    """Return the elements that ``copy`` selects from a tensor which ``pieces`` make up, as a view of one of them."""
+    number = 0
+    while copy.start >= pieces[number].numel():
+        copy = copy._replace(start=copy.start - pieces[number].numel())
+        number += 1
+    return grid_view(pieces[number], copy)
 
 
 def _spread(runs: Sequence[ShardRun]) -> list[int]:
@@ -154,6 +206,12 @@ def _spread(runs: Sequence[ShardRun]) -> list[int]:
         row, column = divmod(element - ends[number] + copy.numel, copy.cols)
         positions.append(copy.start + row * copy.pitch + column)
     return positions
+
+
+def pieces_of(tensor: Tensor) -> list[Tensor]:
+    """Return the gradient of a tensor as a list of one piece; an empty list if it has none, or a sparse one."""
+    grad = tensor.grad
+    return [] if grad is None or grad.layout != torch.strided else [grad]
 
 
 def are_finite(tensors: list[Tensor]) -> bool:
@@ -567,6 +625,9 @@ class StepContext:
             the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
         is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
             ``None``: the optimizer checks them by itself, because they are equal on all ranks.
+        read: function that returns the elements of an int32 tensor on the device; it may read more with them.
+        gradients: function of a partition that the current call of ``step`` does not update. It returns the consecutive
+            pieces of its flat gradient, or ``None`` if they are not in memory.
     """
 
     is_logging: bool = True
@@ -578,6 +639,8 @@ class StepContext:
     muon_of_all_stages: dict[str, str] | None = None
     is_stepped_in_parts: bool = False
     is_finite: Callable[[], Agreed] | None = None
+    read: Callable[[Tensor], list[int]] = Tensor.tolist
+    gradients: Callable[[Partition], Sequence[Tensor] | None] = lambda partition: None
 
 
 @without_collector()

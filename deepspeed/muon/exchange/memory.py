@@ -18,10 +18,7 @@ from deepspeed.muon.exchange.partition import PlacedBlock
 from deepspeed.muon.exchange.plan import GlobalPlan
 from deepspeed.muon.kernels.kernel_set import batch_limit
 from deepspeed.muon.layout.placement import Spread
-from deepspeed.muon.math.newton_schulz import DTYPES
-
-#: Method of Newton-Schulz -> names of its small symmetric matrices.
-SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
+from deepspeed.muon.math.newton_schulz import DTYPES, SYMMETRIC
 
 
 class BatchSize(NamedTuple):
@@ -137,7 +134,8 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
         sizes[name] = small * small * itemsize
         if memory.has_native_products and memory.dtype == "bf16":
             sizes[f"{name} diagonal"] = 4 * small
-    together = min(batch.number, batch_limit(numel, small, itemsize, memory.device_type != "cpu"))
+    limit = batch_limit(numel, small, len(SYMMETRIC[method]), itemsize, memory.device_type != "cpu")
+    together = min(batch.number, limit)
     return Counter({name: together * size for name, size in sizes.items()})
 
 

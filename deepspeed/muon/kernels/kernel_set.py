@@ -77,26 +77,27 @@ class Workspace:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._storage.values())
 
 
-def matrices_together(x: Tensor, dtype: torch.dtype) -> int:
+def matrices_together(x: Tensor, dtype: torch.dtype, smalls: int = 4) -> int:
     """Return how many matrices of ``x``, ``[batch, rows, cols]``, Newton-Schulz should process at a time.
 
-    ``dtype``: that of the products.
+    ``dtype``: that of the products. ``smalls``: as for :func:`batch_limit`.
     """
     rows, cols = x.shape[-2:]
-    return batch_limit(rows * cols, min(rows, cols), dtype.itemsize, is_accelerator(x.device))
+    return batch_limit(rows * cols, min(rows, cols), smalls, dtype.itemsize, is_accelerator(x.device))
 
 
-def batch_limit(numel: int, small: int, itemsize: int, accelerator: bool) -> int:
+def batch_limit(numel: int, small: int, smalls: int, itemsize: int, accelerator: bool) -> int:
     """Return how many matrices of ``numel`` elements Newton-Schulz should process at a time, at least one.
 
     If ``accelerator``, :data:`BATCH_BYTES` limits their temporaries. On a CPU :data:`CACHED_BYTES` limits the matrices
     with their temporaries, but not to fewer than torch has threads.
 
-    ``small``: the number of rows of a Gram matrix. ``itemsize``: bytes of an element in the products.
+    ``small``: the number of rows of a Gram matrix. ``smalls``: the number of temporaries of its size that the method
+    needs. ``itemsize``: bytes of an element in the products.
     """
-    nbytes = max(1, itemsize * (numel + 4 * small * small))  # a second X, and up to four small matrices
     if accelerator:
-        return max(1, BATCH_BYTES // nbytes)
+        return max(1, BATCH_BYTES // max(1, itemsize * (numel + smalls * small * small)))  # with a second X
+    nbytes = max(1, itemsize * (numel + 4 * small * small))  # the limit for CPUs was measured with four, by any method
     return max(torch.get_num_threads(), CACHED_BYTES // (nbytes + itemsize * numel))
 
 
@@ -162,6 +163,8 @@ class Operations:
 #: Number of elements that are processed at a time if temporaries are needed: on a CPU they fit in its cache, elsewhere
 #: they are so many that launches cost little.
 CPU_CHUNK, CHUNK = 2**17, 2**21
+#: The bits of an fp32 number that are its exponent.
+EXPONENT = 0x7F800000
 
 
 def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
@@ -319,8 +322,8 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
     near_one_(x.view(x.size(0), -1), dim=1)
     # By rows: a single sum of 10^8 squares in fp32 is off by a thousandth on a CPU.
     by_rows = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-    length = torch.linalg.vector_norm(by_rows, dim=-1).view(-1, 1, 1)
-    return torch.div(x, torch.where(length == 0, 1.0, length / norm), out=out)
+    length = torch.linalg.vector_norm(by_rows, dim=-1).view(-1, 1, 1).div_(norm)
+    return torch.div(x, length.clamp_min_(torch.finfo(torch.float32).tiny), out=out)  # zero stays zero
 
 
 def near_one_(matrix: Tensor, dim: int) -> None:
@@ -328,12 +331,11 @@ def near_one_(matrix: Tensor, dim: int) -> None:
 
     ``dim``: 1 for one power for each row, 0 for one for each column.
     """
-    low, high = torch.aminmax(matrix, dim=dim, keepdim=True)
-    largest = torch.maximum(high, -low).float()
-    # frexp's exponent, from the bits of fp32, because not every backend has frexp; less for zero and subnormal numbers.
-    exponent = largest.view(torch.int32).bitwise_right_shift(23).sub(126)
-    # Within +-126 the power is a normal number; subnormal inputs end near 2^-23, which is safe.
-    matrix.mul_(torch.exp2(-exponent.clamp(-126, 126).float()).to(matrix.dtype))
+    largest = torch.linalg.vector_norm(matrix, torch.inf, dim=dim, keepdim=True).float()
+    # The power of two at or below it, from the bits of fp32, because not every backend has frexp.
+    power = largest.view(torch.int32).bitwise_and_(EXPONENT).view(torch.float32)
+    # Within these bounds it is a normal number, also for zero; subnormal inputs end near 2^-23, which is safe.
+    matrix.div_(power.clamp_(2.0**-126, 2.0**126).to(matrix.dtype))
 
 
 def symmetric(name: str, x: Tensor, work: Workspace) -> Tensor:

@@ -28,7 +28,9 @@ def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
     The keys are ``exp_avg`` and ``exp_avg_sq``, with the tensor's shape and dtype, and ``step``, an fp32 scalar tensor.
     """
     if "exp_avg" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+        # In bf16 each step reads the count for its random numbers, and would wait for a device.
+        device = "cpu" if is_contiguous_bf16(tensor) else tensor.device
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
         state["exp_avg_sq"] = torch.zeros_like(tensor, requires_grad=False)
     return state
@@ -93,10 +95,10 @@ def step_in_bf16(
     ``kernels`` do the rounding. ``work`` allocates fp32 copies. Other arguments: see :func:`step_by_parameter`.
     """
     assert tensor.grad is not None
-    grad, done = tensor.grad.reshape(-1), state["step"].clone()
+    grad, done = tensor.grad.reshape(-1), float(state["step"])
     stored = [x.view(-1) for x in (tensor, state["exp_avg"], state["exp_avg_sq"])]
     state["step"] += 1
-    step = int(state["step"])
+    step = int(done) + 1
     for fragment in fragments:
         name, first, position, numel = fragment
         place, made = slice(position, position + numel), done - steps_before_start(group, fragment)
@@ -104,7 +106,8 @@ def step_in_bf16(
         keys = [key_of(f"{name} {role}", step) for role in ("weight", "exp_avg", "exp_avg_sq")]
         for part, wide in in_fp32([x[place] for x in stored], keys, first, kernels, work):
             weights, means, squares = ([x] for x in wide)
-            _update(weights, [grad[place][part].float()], means, squares, [made.clone()], group, decoupled)
+            count = torch.full((), made, dtype=torch.float32, device=tensor.device)
+            _update(weights, [grad[place][part].float()], means, squares, [count], group, decoupled)
 
 
 def _update(

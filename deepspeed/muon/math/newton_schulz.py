@@ -22,6 +22,8 @@ from deepspeed.muon.kernels.kernel_set import Operations, Workspace, matrices_to
 from deepspeed.muon.math.coefficients import Schedule, for_larger_norm, segments
 
 METHODS = ("standard", "gram")
+#: Method -> names of its temporaries of the size of a Gram matrix.
+SYMMETRIC = {"standard": ("gram", "factor"), "gram": ("gram", "factor", "q", "t")}
 #: ``gram`` is used where ``standard`` needs more than this many times as many operations.
 MARGIN = 1.03
 #: The dtypes of the products, the most exact first.
@@ -124,7 +126,7 @@ def orthogonalize(
     dtype = x.dtype if dtype is None else dtype
     scaled, lengths = for_larger_norm(schedule, NORM), segments(schedule, name_of(dtype))
     is_tall = x.size(-2) > x.size(-1)  # the Gram matrix is X^T X then, otherwise X X^T
-    for part in x.split(matrices_together(x, dtype)):
+    for part in x.split(matrices_together(x, dtype, len(SYMMETRIC[method]))):
         spare, start = work.get("spare", tuple(part.shape), dtype, x.device), part
         if part.dtype != dtype:
             start = work.get("iterate", tuple(part.shape), dtype, x.device)
@@ -141,7 +143,7 @@ def orthogonalize(
 
 
 def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
-    gram, factor = (kernels.symmetric(name, x, work) for name in ("gram", "factor"))
+    gram, factor = (kernels.symmetric(name, x, work) for name in SYMMETRIC["standard"])
     for a, b, c in schedule:
         kernels.square(x, gram, work)
         kernels.product(gram, gram, factor, work, alpha=c, beta=b)
@@ -152,7 +154,7 @@ def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, ker
 def _gram(
     x: Tensor, spare: Tensor, schedule: Schedule, lengths: Sequence[int], work: Workspace, kernels: Operations
 ) -> Tensor:
-    r, factor, q, spare_small = (kernels.symmetric(name, x, work) for name in ("gram", "factor", "q", "t"))
+    r, factor, q, spare_small = (kernels.symmetric(name, x, work) for name in SYMMETRIC["gram"])
     step = 0
     # The steps of a segment multiply small matrices only, and X is multiplied once at its end, which saves products of
     # wide matrices. Each segment computes R from X again, because rounding lets the small matrices drift away from X.

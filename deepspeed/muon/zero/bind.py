@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from deepspeed.muon.config.types import GROUP_KEYS
 from deepspeed.muon.errors import MuonConfigError, UnsupportedError, log_if_slow
@@ -28,6 +29,7 @@ from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grids import grid_of, stage_number
+from deepspeed.muon.zero.wrappers.norms_and_scale import NormWatch
 from deepspeed.muon.zero.wrappers.stage0 import Plain, Stage0
 from deepspeed.muon.zero.wrappers.stage3 import Stage3
 from deepspeed.muon.zero.wrappers.stage12 import Bf16, Stage12
@@ -102,6 +104,8 @@ def bind_engine(engine: Any) -> None:
         muon_of_all_stages=muon_of_all_stages,
         is_stepped_in_parts=True,
         is_finite=is_finite,
+        read=is_finite.read if isinstance(is_finite, NormWatch) else Tensor.tolist,
+        gradients=adapter.gradients,
     )
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, device)

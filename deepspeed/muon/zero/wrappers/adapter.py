@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -115,6 +115,13 @@ class Adapter:
         Call this method once, before :meth:`prepare`.
         """
         return watch_norms(self.replace)
+
+    def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
+        """Return the consecutive pieces of a partition's flat gradient, before DeepSpeed calls ``step`` for it.
+
+        ``None`` if they are not in memory, or if one call of ``step`` updates all partitions.
+        """
+        return None
 
     def patch_state_access(self) -> None:
         """Make DeepSpeed's ``safe_get_*``, ``safe_set_*`` and ``engine.offload_states()`` work with Muon's state."""

@@ -19,38 +19,61 @@ from deepspeed.muon.model.param_groups import expert_group
 NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
 
 
-def watch_norms(replace: Callable[[str, Callable], None]) -> Callable[[], Agreed]:
-    """Record the gradient norm of each parameter group during every step at stages 1 to 3.
+class NormWatch:
+    """The gradient norm of each parameter group, as ZeRO computes them in the current step."""
 
-    Return a function to call during a step, before any weight is updated. It returns whether all norms of this step are
-    finite, with the same result on all ranks. It raises RuntimeError, on all ranks, if ZeRO computed no norm.
-    ``replace``: :meth:`Adapter.replace` of the engine's adapter.
-    """
-    # Not the combined norm: a non-finite group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
-    norms: list[Any] = []
+    def __init__(self) -> None:
+        # Not the combined norm: a bad group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
+        self._norms: list[Any] = []
 
-    def start(step: Callable, *args: Any, **kwargs: Any) -> Any:
-        norms.clear()
+    def start(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Replace the wrapper's ``step``: forget the norms of the step before."""
+        self._norms.clear()
         return step(*args, **kwargs)
 
-    def listen(method: Callable, *args: Any, **kwargs: Any) -> Any:
-        norms.append(method(*args, **kwargs))
-        return norms[-1]
+    def listen(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Replace a method of :data:`NORM_METHODS`: remember what it returns."""
+        self._norms.append(method(*args, **kwargs))
+        return self._norms[-1]
 
-    def are_finite() -> Agreed:
-        if not norms:
+    def read(self, flags: Tensor) -> list[int]:
+        """Return the elements of ``flags``, int32. The norms are read with them: the host waits for the device once."""
+        late = [norm for norm in self._norms if isinstance(norm, Tensor) and norm.device == flags.device]
+        if not late:
+            return flags.tolist()
+        norms = torch.cat([norm.reshape(1) for norm in late])
+        are_valid = torch.logical_and(norms >= 0, norms < math.inf).to(torch.int32)
+        *found, of_norms = torch.cat([flags, are_valid.min().view(1)]).tolist()
+        others = [norm for norm in self._norms if not any(norm is one for one in late)]
+        self._norms[:] = [*others, 0.0 if of_norms else -1.0]
+        return found
+
+    def __call__(self) -> Agreed:
+        """Return whether all norms of this step are finite, with the same result on all ranks.
+
+        Raise RuntimeError, on all ranks, if ZeRO computed no norm.
+        """
+        if not self._norms:
             raise RuntimeError(
                 "deepspeed-muon cannot tell whether the gradient is finite: this version of DeepSpeed called none of "
                 f"{', '.join(NORM_METHODS)} in this step. Nothing was updated; run ds_muon report, and install a "
                 "tested version of DeepSpeed"
             )
-        norms[:] = map(float, norms)  # waits for the accelerator: once per step, whatever the number of calls
-        return agreed(all(map(is_valid, norms)), is_same_on_all_ranks=True)
+        self._norms[:] = map(float, self._norms)  # waits for the accelerator, if read() has not
+        return agreed(all(map(is_valid, self._norms)), is_same_on_all_ranks=True)
 
-    replace("step", start)
+
+def watch_norms(replace: Callable[[str, Callable], None]) -> NormWatch:
+    """Record the gradient norm of each parameter group during every step at stages 1 to 3.
+
+    Return a function to call during a step, before any weight is updated. ``replace``: :meth:`Adapter.replace` of the
+    engine's adapter.
+    """
+    watch = NormWatch()
+    replace("step", watch.start)
     for name in NORM_METHODS:
-        replace(name, listen)
-    return are_finite
+        replace(name, watch.listen)
+    return watch
 
 
 def is_valid(norm: Any) -> bool:

@@ -7,7 +7,7 @@ flattened, which ``round_robin_gradients`` changes; DeepSpeed's ``_hp_mapping`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -175,6 +175,12 @@ class Stage12(Flat):
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
+
+    def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
+        """Return the consecutive pieces of a partition's flat gradient, before DeepSpeed calls ``step`` for it."""
+        if self.wrapper.cpu_offload:
+            return [tensor.grad for tensor in partition.tensors if tensor.grad is not None]
+        return self.wrapper.averaged_gradients.get(partition.index) or ()
 
     def drop_gradients(self) -> None:
         """Discard all gradients. The next micro-batch overwrites accumulated gradients instead of adding to them."""

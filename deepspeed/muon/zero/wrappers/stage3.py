@@ -6,7 +6,7 @@ The last ranks' parts may end in padding, whose values are arbitrary, even NaN; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -95,6 +95,19 @@ class Stage3(Adapter):
                 buffer.zero_()  # what no backward overwrites would act again in the next step
         if self.is_swapped:
             nvme.forget_gradients(wrapper)
+
+    def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
+        """Return the consecutive pieces of a sub-group's flat gradient, before DeepSpeed calls ``step`` for it.
+
+        ``None`` with NVMe, which may hold them.
+        """
+        if self.uses_nvme:
+            return None
+        flat = partition.tensors[0]
+        if self.wrapper.offload_optimizer:
+            return [] if flat.grad is None else [flat.grad]
+        index = next(i for i, one in enumerate(self.wrapper.fp32_partitioned_groups_flat) if one is flat)
+        return self.wrapper.averaged_gradients.get(index) or ()
 
     def resident_partitions(self) -> Iterator[Partition]:
         """Yield the :class:`Partition` of each sub-group, with its tensors in memory even if NVMe holds them.

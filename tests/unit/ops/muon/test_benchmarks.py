@@ -19,7 +19,7 @@ from helpers.paths import BENCHMARKS, ROOT
 sys.path[1:1] = [str(ROOT), str(ROOT / "examples/pretrain_gpt")]
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import gpu, ns, ranks, report, step  # noqa: E402
+from benchmarks import gpu, launches, ns, quality, ranks, report, step  # noqa: E402
 from benchmarks.rates import Rates  # noqa: E402
 from benchmarks.training import Job, merge  # noqa: E402
 
@@ -132,6 +132,21 @@ def test_a_part_of_gpu_that_fails_is_told_and_the_others_go_on(monkeypatch: pyte
 def test_tests_that_skip_fail_their_part_of_gpu_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match=r"tests were skipped: .*needs an NVIDIA GPU"):
         list(gpu.tests(gpu.PARTS["kernel_tests"][2], "cuda"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_of_an_8b_model_has_fewer_than_700_launches(stage: int) -> None:
+    """On 8 GPUs, with Triton's elementwise kernels and the vendor's products; it reads from the device once."""
+    count, collectives, buckets = launches.counted(launches.llama(*launches.MODELS["8B"]), stage, triton=True)
+    assert count.found.total() < 700
+    assert collectives == {"all-to-all": 2 * buckets * (stage == 3), "all-reduce": 1, "reads": 1}
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (256, 512), (512, 128)])
+def test_what_an_accelerator_takes_is_more_exact_than_torchs(shape: tuple[int, int]) -> None:
+    found = quality.implementations()
+    ratios = {kind: quality.errors(m.bfloat16(), found)["of torch's"] for kind, m in quality.spectra(*shape)}
+    assert max(ratios.values()) < 0.6, ratios
 
 
 def fail(rows: int) -> Iterator[int]:

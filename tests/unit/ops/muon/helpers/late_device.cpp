@@ -203,12 +203,19 @@ void raise_error() {
   if (auto error = std::exchange(device().error, nullptr)) std::rethrow_exception(error);
 }
 
-void synchronize(int64_t stream, Ticket ticket) {
+void (*watcher)() = nullptr;  // Called where the host waits for the device.
+
+void wait_for(int64_t stream, Ticket ticket) {
   auto& all = device();
   std::unique_lock<std::mutex> lock(all.mutex);
   want(stream, ticket);
   all.changed.wait(lock, [&] { return all.lanes[stream].done >= ticket; });
   raise_error();
+}
+
+void synchronize(int64_t stream, Ticket ticket) {
+  if (watcher) watcher();
+  wait_for(stream, ticket);
 }
 
 void synchronize(int64_t stream) { synchronize(stream, given(stream)); }
@@ -228,8 +235,9 @@ std::vector<Ticket> all_given() {
 
 void synchronize_all() {
   start();
+  if (watcher) watcher();
   auto tickets = all_given();
-  for (size_t stream = 0; stream < tickets.size(); ++stream) synchronize(static_cast<int64_t>(stream), tickets[stream]);
+  for (size_t stream = 0; stream < tickets.size(); ++stream) wait_for(static_cast<int64_t>(stream), tickets[stream]);
 }
 
 // ---- memory -------------------------------------------------------------------------------------------------
@@ -845,3 +853,6 @@ TORCH_LIBRARY_IMPL(late, PrivateUse1, m) { m.impl("host_alias", host_alias); }
 extern "C" void late_call(int64_t stream, void (*function)(int64_t), int64_t argument) {
   give(stream, "call", [=] { function(argument); });
 }
+
+// Calls a function of Python's where the host waits for the device; null: no longer.
+extern "C" void late_watch(void (*function)()) { watcher = function; }

@@ -15,6 +15,8 @@ begun to use it cannot fork.
 
 import ctypes
 import itertools
+import sys
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -217,14 +219,14 @@ def _run_call(number: int) -> None:
 
 
 @cache
-def _late_call() -> Any:
-    return ctypes.CDLL(str(build())).late_call
+def _library() -> Any:
+    return ctypes.CDLL(str(build()))
 
 
 def call_on(stream: torch.Stream, function: Callable[[], None]) -> None:
     """Queue a call of ``function`` on a stream."""
     _calls[number := next(_numbers)] = function
-    _late_call()(ctypes.c_int64(stream.stream_id), _run_call, ctypes.c_int64(number))
+    _library().late_call(ctypes.c_int64(stream.stream_id), _run_call, ctypes.c_int64(number))
 
 
 class Handle(dist.Work):
@@ -311,3 +313,24 @@ def taken_log() -> list[tuple[int, str]]:
     """Return (stream, name) of the tasks that have run since the last call, in order; ``late.set_logging(True)``."""
     pairs: Iterable[list[str]] = (line.split(" ", 1) for line in torch.ops.late.log())
     return [(int(stream), name) for stream, name in pairs]
+
+
+@contextmanager
+def watched_waits() -> Iterator[list[list[traceback.FrameSummary]]]:
+    """Yield a list that gets, for each wait of the host for the device, the stack of the wait, the last call first.
+
+    The host waits where it reads an element, copies to or from memory that is not pinned, needs values to know a shape,
+    or synchronizes.
+    """
+    found: list[list[traceback.FrameSummary]] = []
+
+    @ctypes.CFUNCTYPE(None)
+    def see() -> None:
+        frames = traceback.walk_stack(sys._getframe(1))
+        found.append(traceback.StackSummary.extract(frames, lookup_lines=False))
+
+    _library().late_watch(see)
+    try:
+        yield found
+    finally:
+        _library().late_watch(None)

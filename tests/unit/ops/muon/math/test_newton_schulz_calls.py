@@ -17,7 +17,7 @@ from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.math.coefficients import SIMPLE, Schedule, schedule
-from deepspeed.muon.math.newton_schulz import METHODS, flops, orthogonalize
+from deepspeed.muon.math.newton_schulz import METHODS, SYMMETRIC, flops, orthogonalize
 from helpers.kernels import relative
 from helpers.singular_values import SHAPES, VARIED, generator, reference
 
@@ -107,11 +107,12 @@ def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
     """The CPU plays one: the same bits, and temporaries of so many matrices."""
     x, held = torch.randn(7, 16, 24, generator=generator(0)), {}
     alone = torch.cat([orthogonalize(one.clone(), VARIED, method) for one in x.split(1)])
-    one = 4 * (16 * 24 + 4 * 16 * 16)
+    smalls = len(SYMMETRIC[method])
+    one = 4 * (16 * 24 + smalls * 16 * 16)
     monkeypatch.setattr(kernel_set, "is_accelerator", lambda device: True)
     for allowed, together in {1: 1, 2 * one + 1: 2, 3 * one: 3, 99 * one: 99}.items():
         monkeypatch.setattr(kernel_set, "BATCH_BYTES", allowed)
-        assert kernel_set.matrices_together(x, torch.float32) == together
+        assert kernel_set.matrices_together(x, torch.float32, smalls) == together
         work = Workspace()
         assert torch.equal(orthogonalize(x.clone(), VARIED, method, work=work), alone)
         held[together] = work.nbytes()
@@ -120,8 +121,10 @@ def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
 
 def test_an_accelerator_orthogonalizes_large_matrices_one_by_one() -> None:
     """Temporaries of 256 MiB, or of one matrix: bf16 matrices of models from 1B to 70B."""
-    shapes = {(1024, 1024): 25, (2048, 8192): 4, (4096, 4096): 1, (14336, 4096): 1, (8192, 28672): 1}
-    assert {shape: kernel_set.batch_limit(math.prod(shape), min(shape), 2, True) for shape in shapes} == shapes
+    by_gram = {(1024, 4096): 16, (2048, 8192): 4, (14336, 4096): 1, (8192, 28672): 1}
+    by_standard = {(1024, 1024): 42, (2048, 2048): 10, (4096, 4096): 2, (8192, 8192): 1}
+    for shapes, smalls in ((by_gram, 4), (by_standard, 2)):
+        assert {s: kernel_set.batch_limit(math.prod(s), min(s), smalls, 2, True) for s in shapes} == shapes
 
 
 def test_a_workspace_reuses_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
