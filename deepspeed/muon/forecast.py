@@ -23,7 +23,7 @@ from deepspeed.muon.layout.block import Block
 from deepspeed.muon.layout.placement import Placement, Spread
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import exact_method, flops, method_of
-from deepspeed.muon.math.rules import scale_factor
+from deepspeed.muon.math.rules import Rule, scale_factor, state_shapes
 from deepspeed.muon.model.param_groups import check_options, split_groups
 from deepspeed.muon.model.routing import route
 from deepspeed.muon.model.splitting import MatrixSpec
@@ -118,7 +118,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     """Return the object ``per_rank`` of ``ds_muon plan --json``: the mean and maximum over ranks of a step's costs."""
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
-    state = [shards + moments for moments in _sums_per_rank([cost.moment_bytes for cost in costs], world_size)]
+    state = [shards + owned for owned in _sums_per_rank([cost.owner_state_bytes for cost in costs], world_size)]
     sent = _sums_per_rank([cost.sent_bytes for cost in costs], world_size)
     flops = _sums_per_rank([cost.flops for cost in costs], world_size)
     mean = sum(flops) / world_size
@@ -212,8 +212,8 @@ MUON_STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 #: Bytes of AdamW's exp_avg and exp_avg_sq for one element; of ``step`` for one tensor; of the magnitude of one int8
 #: block.
 ADAM_STATE_BYTES, STEP_BYTES, ABSMAX_BYTES = 8, 4, 4
-#: Bytes of NorMuon's second moment per output of a matrix.
-MOMENT_BYTES = 4
+#: Bytes of an element of the state that update rules keep of whole matrices.
+OWNER_STATE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ class GroupSpec:
     adjust_lr_fn: str = "original"
     rms_scale: float = 0.2
     momentum_dtype: str = "fp32"
-    normuon: bool = False
+    rules: tuple[Rule, ...] = ()
 
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
         """Return a function (rows, cols) -> Newton-Schulz method, "standard" or "gram".
@@ -264,7 +264,7 @@ def group_specs(model: nn.Module, config: MuonConfig, dtype: str = "fp32", devic
             specs=tuple(specs[param] for param in group["params"]),
             rms_scale=config.rms_scale,
             momentum_dtype=config.momentum_dtype,
-            normuon=config.normuon,
+            rules=config.rules,
             ns_method=exact_method(group.get("ns_method", "auto"), dtype, device_type),
             **{key: group[key] for key in ("use_muon", "adjust_lr_fn") if key in group},
         )
@@ -388,7 +388,7 @@ class StepCost:
         collectives: number of collectives that send buckets.
         demands: ``demands[rank][bucket]``, the sizes from which the rank's scratch memory is computed.
         slots: number of buckets in memory at a time.
-        moment_bytes: bytes of NorMuon's second moments, which owners store.
+        owner_state_bytes: bytes of the state that update rules keep, which owners store.
     """
 
     part: StepPart
@@ -401,7 +401,7 @@ class StepCost:
     collectives: int
     demands: list[list[Demand]]
     slots: int
-    moment_bytes: list[int]
+    owner_state_bytes: list[int]
 
 
 def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, staged: bool = False) -> StepCost:
@@ -415,13 +415,14 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
     plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes)
     if plan.world_size < part.world_size:  # each rank does all the work
         part = replace(part, shards=plan.shards, world_size=1)
-    flops, moment_bytes, heaviest = [0.0] * part.world_size, [0] * part.world_size, 0.0
+    flops, state_bytes, heaviest = [0.0] * part.world_size, [0] * part.world_size, 0.0
     owned = [*zip(plan.owners, plan.items, strict=True)]
     for owner, item in owned:
         operations = cost.flops(*item.shape)
         flops[owner] += operations
         heaviest = max(heaviest, operations)
-        moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.group.normuon
+        shapes = state_shapes(part.group.rules, item.shape, item.axis)
+        state_bytes[owner] += OWNER_STATE_BYTES * sum(map(math.prod, shapes.values()))
     traffic = _traffic(owned, part.world_size) if plan.copies == 1 else _traffic_of_replicas(plan)
     travels = staged or any(traffic.sent)
     return StepCost(
@@ -435,7 +436,7 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
         collectives=len(plan.buckets) * (2 if plan.copies == 1 else 1) if any(traffic.sent) else 0,
         demands=demands_of(plan),
         slots=plan.slots(travels),
-        moment_bytes=moment_bytes,
+        owner_state_bytes=state_bytes,
     )
 
 

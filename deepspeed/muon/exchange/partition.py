@@ -71,11 +71,6 @@ class PlacedBlock:
         """Return the axis of the matrix that indexes its outputs (output features): 0 rows, 1 columns; 0 if unknown."""
         return self.shard.spec.output_axis or 0
 
-    @property
-    def outputs(self) -> int:
-        """Return the number of outputs (output features) of the matrix."""
-        return self.shape[self.axis]
-
     @cached_property
     def spread(self) -> Spread:
         """Return which ranks hold which elements of the matrix."""

@@ -341,7 +341,7 @@ def load_by_name(
     write(adapter, saved, actions if load_states else {})
     adapter.publish_weights()
     if load_states and saved.is_ours:
-        optimizer.second_moments.load(saved.groups, optimizer.context.is_logging)
+        optimizer.owner_state.load(saved.groups, optimizer.context.is_logging)
         optimizer.after_load()
     outcomes |= _write_untrained(engine, saved)
     client_state = _load_counters(engine, arguments, saved.model, load_schedule)
