@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.bucket import OwnedBlocks
 from deepspeed.muon.exchange.memory import Demand, Memory, PartitionDemand, Peak, demands_of, peak
-from deepspeed.muon.exchange.partition import PlacedBlock, Shard
+from deepspeed.muon.exchange.partition import PlacedBlock, Shard, whole_shards
 from deepspeed.muon.exchange.plan import CostModel, GlobalPlan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
 from deepspeed.muon.layout.block import Block
@@ -28,6 +28,8 @@ from deepspeed.muon.model.param_groups import check_options, split_groups
 from deepspeed.muon.model.routing import route
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.qk_clip.query_keys import attention_layers
+from deepspeed.muon.zero.read_config import Layout
+from deepspeed.muon.zero.wrappers import stage3, stage12
 
 #: Bytes that NCCL takes for all-to-all on each of so many GPUs.
 NCCL_BYTES, RANKS_OF_A_NODE = 3.28e9, 8
@@ -205,8 +207,6 @@ def stock_clipping(groups: Sequence[GroupSpec], gradient_clipping: float) -> dic
     return {"gradient_clipping": gradient_clipping, "update_norm": norm, "divided_by": factor}
 
 
-#: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
-FLAT_ALIGNMENT = 2
 #: ``momentum_dtype`` -> bytes of Muon's momentum per element.
 MUON_STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 #: Bytes of AdamW's exp_avg and exp_avg_sq for one element; of ``step`` for one tensor; of the magnitude of one int8
@@ -272,23 +272,6 @@ def group_specs(model: nn.Module, config: MuonConfig, dtype: str = "fp32", devic
     ]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How ZeRO splits parameter groups at ``stage`` 0 to 3 over ``world_size`` data-parallel ranks.
-
-    Args:
-        sub_group_size: elements on one rank after which a sub-group of stage 3 ends.
-        round_robin: DeepSpeed's setting ``round_robin_gradients``, for stages 1 and 2.
-        alignment: at stages 1 and 2 each parameter starts at a multiple of this many elements.
-    """
-
-    stage: int
-    world_size: int
-    sub_group_size: int = 10**9
-    round_robin: bool = False
-    alignment: int = 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
     """The parameters that ZeRO updates at once: a parameter group or, at stage 3, one sub-group of it.
@@ -331,44 +314,33 @@ def lay_out(groups: Sequence[GroupSpec], layout: Layout) -> list[StepPart]:
 
 def _parts_at_stage_0(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
     copies = layout.world_size if group.use_muon else 1
-    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(group.specs))
+    shards = whole_shards(group.specs, copies)
     numel = sum(spec.numel for spec in group.specs)
     yield StepPart(group=group, shards=shards, tensors=len(shards), numel=numel, world_size=copies)
 
 
 def _parts_at_stages_1_and_2(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
     """Yield the group's only :class:`StepPart` at ZeRO stages 1 and 2, where ranks store slices of its flat buffer."""
-    world_size, order = layout.world_size, group.specs
-    if layout.round_robin:
-        order = tuple(spec for first in range(world_size) for spec in group.specs[first::world_size])
-    offsets, end = [], 0
-    for spec in order:
-        offsets.append(_round_up(end, layout.alignment))
-        end = offsets[-1] + spec.numel
-    span = _round_up(end, FLAT_ALIGNMENT * world_size) // world_size
-    shards = tuple(Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
-    yield StepPart(group=group, shards=shards, tensors=1, numel=span, world_size=world_size)
+    numels, ranks = [spec.numel for spec in group.specs], layout.world_size
+    flat = stage12.flat_group(numels, ranks, layout.round_robin, layout.alignment)
+    yield _part(group, flat.order, flat.placements, flat.span, ranks)
 
 
 def _parts_at_stage_3(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
-    """Yield a :class:`StepPart` for each sub-group of a parameter group at ZeRO stage 3.
-
-    A sub-group ends when it reaches ``layout.sub_group_size`` elements on one rank.
-    """
-    world_size, limit = layout.world_size, layout.sub_group_size
-    shards: list[Shard] = []
-    base = 0
-    for count, spec in enumerate(group.specs, 1):
-        size = _round_up(spec.numel, world_size) // world_size
-        shards.append(Shard(spec, 0, Placement(0, size, base)))
-        base += size
-        if base >= limit or count == len(group.specs):
-            yield StepPart(group=group, shards=tuple(shards), tensors=1, numel=base, world_size=world_size)
-            shards, base = [], 0
+    """Yield a :class:`StepPart` for each sub-group of a parameter group at ZeRO stage 3."""
+    sizes = [stage3.part_size(spec.numel, layout.world_size) for spec in group.specs]
+    for indices in stage3.sub_groups(sizes, layout.sub_group_size):
+        held = [sizes[index] for index in indices]
+        yield _part(group, indices, stage3.placements(held), sum(held), layout.world_size)
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _part(
+    group: GroupSpec, indices: Sequence[int], placements: Sequence[Placement], numel: int, world_size: int
+) -> StepPart:
+    """Return the part with the parameters at ``indices`` of a group, which lie in one tensor of ``numel`` elements."""
+    pairs = zip(indices, placements, strict=True)
+    shards = tuple(Shard(group.specs[index], 0, placement) for index, placement in pairs)
+    return StepPart(group=group, shards=shards, tensors=1, numel=numel, world_size=world_size)
 
 
 @dataclass(frozen=True, kw_only=True)

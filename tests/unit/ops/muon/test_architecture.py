@@ -34,9 +34,9 @@ LAYERS: dict[str, set[str]] = {
     "replicas": {"step"},
     "saved_state": {"step"},
     "optimizer": {"qk_clip", "replicas", "saved_state"},
-    "forecast": {"optimizer"},
-    "zero": {"forecast"},
-    "cli": {"zero"},
+    "zero": {"optimizer"},
+    "forecast": {"zero"},
+    "cli": {"forecast"},
     "": {"cli"},
 }
 #: What layers may import beside the standard library, the package and DeepSpeed, if it is not torch alone.

@@ -8,8 +8,9 @@ from torch import nn
 
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.plan import CostModel
-from deepspeed.muon.forecast import ABSMAX_BYTES, Layout, StepCost, StepPart, group_specs, lay_out, step_cost
+from deepspeed.muon.forecast import ABSMAX_BYTES, StepCost, StepPart, group_specs, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run
 from helpers.engine_state import owned_tensors
 from helpers.models import MODELS

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.forecast import Layout
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math.rules import RULES, Rule
+from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run
 from helpers.engine_state import differing, owned_tensors, snapshot
 from helpers.forecasts import forecast
