@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed.muon.zero.wrappers.adapter import replaced
 
-PASSING_ON = ("/torch/", "/typing_extensions.py", "/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/wrappers/adapter.py")
+PASSING_ON = ("/torch/", "/typing_extensions.py", "/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/adapter.py")
 """Parts of the paths of files that only pass calls on to torch."""
 Reader = Callable[..., dict[str, Any]]
 
