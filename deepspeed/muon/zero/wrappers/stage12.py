@@ -72,9 +72,10 @@ def flat_group(numels: Sequence[int], ranks: int, round_robin: bool = False, ali
 
 
 def placements(sizes: Iterable[int], span: int) -> list[Placement]:
-    """Return where the parameters of a flat group lie, of which each rank holds ``span`` elements.
+    """Return where the parameters of a flat group lie.
 
-    ``sizes``: elements of each parameter, in the order in which they are stored, with the padding behind it.
+    ``sizes``: elements of each parameter, in the order in which they are stored, with the padding behind it. ``span``:
+    elements of one rank's part of the group.
     """
     return [Placement(start, span, 0) for start in accumulate(sizes, initial=0)][:-1]
 
