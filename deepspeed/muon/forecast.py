@@ -16,18 +16,20 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.bucket import OwnedBlocks
 from deepspeed.muon.exchange.memory import Demand, Memory, PartitionDemand, Peak, demands_of, peak
-from deepspeed.muon.exchange.partition import PlacedBlock, Shard
+from deepspeed.muon.exchange.partition import PlacedBlock, Shard, whole_shards
 from deepspeed.muon.exchange.plan import CostModel, GlobalPlan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
 from deepspeed.muon.layout.block import Block
 from deepspeed.muon.layout.placement import Placement, Spread
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.newton_schulz import exact_method, flops, method_of
-from deepspeed.muon.math.rules import scale_factor
+from deepspeed.muon.math.rules import Rule, scale_factor, state_shapes
 from deepspeed.muon.model.param_groups import check_options, split_groups
 from deepspeed.muon.model.routing import route
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.qk_clip.query_keys import attention_layers
+from deepspeed.muon.zero.read_config import Layout
+from deepspeed.muon.zero.wrappers import stage3, stage12
 
 #: Bytes that NCCL takes for all-to-all on each of so many GPUs.
 NCCL_BYTES, RANKS_OF_A_NODE = 3.28e9, 8
@@ -118,7 +120,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
     """Return the object ``per_rank`` of ``ds_muon plan --json``: the mean and maximum over ranks of a step's costs."""
     costs, world_size = found.costs, found.world_size
     shards = sum(part.state_bytes for part in found.parts)
-    state = [shards + moments for moments in _sums_per_rank([cost.moment_bytes for cost in costs], world_size)]
+    state = [shards + owned for owned in _sums_per_rank([cost.owner_state_bytes for cost in costs], world_size)]
     sent = _sums_per_rank([cost.sent_bytes for cost in costs], world_size)
     flops = _sums_per_rank([cost.flops for cost in costs], world_size)
     mean = sum(flops) / world_size
@@ -205,15 +207,13 @@ def stock_clipping(groups: Sequence[GroupSpec], gradient_clipping: float) -> dic
     return {"gradient_clipping": gradient_clipping, "update_norm": norm, "divided_by": factor}
 
 
-#: Stages 1 and 2 pad each flat group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
-FLAT_ALIGNMENT = 2
 #: ``momentum_dtype`` -> bytes of Muon's momentum per element.
 MUON_STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 #: Bytes of AdamW's exp_avg and exp_avg_sq for one element; of ``step`` for one tensor; of the magnitude of one int8
 #: block.
 ADAM_STATE_BYTES, STEP_BYTES, ABSMAX_BYTES = 8, 4, 4
-#: Bytes of NorMuon's second moment per output of a matrix.
-MOMENT_BYTES = 4
+#: Bytes of an element of the state that update rules keep of whole matrices.
+OWNER_STATE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ class GroupSpec:
     adjust_lr_fn: str = "original"
     rms_scale: float = 0.2
     momentum_dtype: str = "fp32"
-    normuon: bool = False
+    rules: tuple[Rule, ...] = ()
 
     def method(self, schedule: Schedule, dtype: str) -> Callable[[int, int], str]:
         """Return a function (rows, cols) -> Newton-Schulz method, "standard" or "gram".
@@ -264,29 +264,12 @@ def group_specs(model: nn.Module, config: MuonConfig, dtype: str = "fp32", devic
             specs=tuple(specs[param] for param in group["params"]),
             rms_scale=config.rms_scale,
             momentum_dtype=config.momentum_dtype,
-            normuon=config.normuon,
+            rules=config.rules,
             ns_method=exact_method(group.get("ns_method", "auto"), dtype, device_type),
             **{key: group[key] for key in ("use_muon", "adjust_lr_fn") if key in group},
         )
         for group in split_groups(model.parameters(), specs, config).halves
     ]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How ZeRO splits parameter groups at ``stage`` 0 to 3 over ``world_size`` data-parallel ranks.
-
-    Args:
-        sub_group_size: elements on one rank after which a sub-group of stage 3 ends.
-        round_robin: DeepSpeed's setting ``round_robin_gradients``, for stages 1 and 2.
-        alignment: at stages 1 and 2 each parameter starts at a multiple of this many elements.
-    """
-
-    stage: int
-    world_size: int
-    sub_group_size: int = 10**9
-    round_robin: bool = False
-    alignment: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,44 +314,33 @@ def lay_out(groups: Sequence[GroupSpec], layout: Layout) -> list[StepPart]:
 
 def _parts_at_stage_0(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
     copies = layout.world_size if group.use_muon else 1
-    shards = tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(group.specs))
+    shards = whole_shards(group.specs, copies)
     numel = sum(spec.numel for spec in group.specs)
     yield StepPart(group=group, shards=shards, tensors=len(shards), numel=numel, world_size=copies)
 
 
 def _parts_at_stages_1_and_2(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
     """Yield the group's only :class:`StepPart` at ZeRO stages 1 and 2, where ranks store slices of its flat buffer."""
-    world_size, order = layout.world_size, group.specs
-    if layout.round_robin:
-        order = tuple(spec for first in range(world_size) for spec in group.specs[first::world_size])
-    offsets, end = [], 0
-    for spec in order:
-        offsets.append(_round_up(end, layout.alignment))
-        end = offsets[-1] + spec.numel
-    span = _round_up(end, FLAT_ALIGNMENT * world_size) // world_size
-    shards = tuple(Shard(spec, 0, Placement(offset, span, 0)) for spec, offset in zip(order, offsets, strict=True))
-    yield StepPart(group=group, shards=shards, tensors=1, numel=span, world_size=world_size)
+    numels, ranks = [spec.numel for spec in group.specs], layout.world_size
+    flat = stage12.flat_group(numels, ranks, layout.round_robin, layout.alignment)
+    yield _part(group, flat.order, flat.placements, flat.span, ranks)
 
 
 def _parts_at_stage_3(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
-    """Yield a :class:`StepPart` for each sub-group of a parameter group at ZeRO stage 3.
-
-    A sub-group ends when it reaches ``layout.sub_group_size`` elements on one rank.
-    """
-    world_size, limit = layout.world_size, layout.sub_group_size
-    shards: list[Shard] = []
-    base = 0
-    for count, spec in enumerate(group.specs, 1):
-        size = _round_up(spec.numel, world_size) // world_size
-        shards.append(Shard(spec, 0, Placement(0, size, base)))
-        base += size
-        if base >= limit or count == len(group.specs):
-            yield StepPart(group=group, shards=tuple(shards), tensors=1, numel=base, world_size=world_size)
-            shards, base = [], 0
+    """Yield a :class:`StepPart` for each sub-group of a parameter group at ZeRO stage 3."""
+    sizes = [stage3.part_size(spec.numel, layout.world_size) for spec in group.specs]
+    for indices in stage3.sub_groups(sizes, layout.sub_group_size):
+        held = [sizes[index] for index in indices]
+        yield _part(group, indices, stage3.placements(held), sum(held), layout.world_size)
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _part(
+    group: GroupSpec, indices: Sequence[int], placements: Sequence[Placement], numel: int, world_size: int
+) -> StepPart:
+    """Return the part with the parameters at ``indices`` of a group, which lie in one tensor of ``numel`` elements."""
+    pairs = zip(indices, placements, strict=True)
+    shards = tuple(Shard(group.specs[index], 0, placement) for index, placement in pairs)
+    return StepPart(group=group, shards=shards, tensors=1, numel=numel, world_size=world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,7 +360,7 @@ class StepCost:
         collectives: number of collectives that send buckets.
         demands: ``demands[rank][bucket]``, the sizes from which the rank's scratch memory is computed.
         slots: number of buckets in memory at a time.
-        moment_bytes: bytes of NorMuon's second moments, which owners store.
+        owner_state_bytes: bytes of the state that update rules keep, which owners store.
     """
 
     part: StepPart
@@ -401,7 +373,7 @@ class StepCost:
     collectives: int
     demands: list[list[Demand]]
     slots: int
-    moment_bytes: list[int]
+    owner_state_bytes: list[int]
 
 
 def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, staged: bool = False) -> StepCost:
@@ -415,13 +387,14 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
     plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes)
     if plan.world_size < part.world_size:  # each rank does all the work
         part = replace(part, shards=plan.shards, world_size=1)
-    flops, moment_bytes, heaviest = [0.0] * part.world_size, [0] * part.world_size, 0.0
+    flops, state_bytes, heaviest = [0.0] * part.world_size, [0] * part.world_size, 0.0
     owned = [*zip(plan.owners, plan.items, strict=True)]
     for owner, item in owned:
         operations = cost.flops(*item.shape)
         flops[owner] += operations
         heaviest = max(heaviest, operations)
-        moment_bytes[owner] += MOMENT_BYTES * item.outputs * part.group.normuon
+        shapes = state_shapes(part.group.rules, item.shape, item.axis)
+        state_bytes[owner] += OWNER_STATE_BYTES * sum(map(math.prod, shapes.values()))
     traffic = _traffic(owned, part.world_size) if plan.copies == 1 else _traffic_of_replicas(plan)
     travels = staged or any(traffic.sent)
     return StepCost(
@@ -435,7 +408,7 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
         collectives=len(plan.buckets) * (2 if plan.copies == 1 else 1) if any(traffic.sent) else 0,
         demands=demands_of(plan),
         slots=plan.slots(travels),
-        moment_bytes=moment_bytes,
+        owner_state_bytes=state_bytes,
     )
 
 

@@ -37,11 +37,11 @@ from deepspeed.muon.model.projections import stage_of
 from deepspeed.muon.model.routing import route, tag_parameters
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.monitor import Phase, StepStats
+from deepspeed.muon.owner_state import OwnerState
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
 from deepspeed.muon.saved_state import SavedForm
-from deepspeed.muon.second_moments import SecondMoments
 from deepspeed.muon.step import (
     Gradients,
     PartitionStep,
@@ -83,8 +83,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     The tensors in ``param_groups`` are parameters or, under ZeRO, this rank's flat shards of several parameters. Each
     has the state ``step`` and ``momentum_buffer`` (Muon), or ``step``, ``exp_avg`` and ``exp_avg_sq`` (AdamW). Buffers
     have the tensor's shape and dtype (fp32 under ZeRO); ``momentum_dtype`` may set bf16 or int8 for the momentum. int8
-    is stored as ``momentum_codes`` and ``momentum_absmax``. Each rank keeps NorMuon's second moments of the matrices
-    that it orthogonalizes; :meth:`whole_state` collects those of all ranks for ``state_dict``.
+    is stored as ``momentum_codes`` and ``momentum_absmax``. Each rank keeps the state of update rules (NorMuon's second
+    moments) of the matrices that it orthogonalizes; :meth:`whole_state` collects that of all ranks for ``state_dict``.
 
     Raises:
         MuonConfigError: a wrong key or value, an option without effect, or no matrix of the model goes to Muon.
@@ -132,7 +132,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.workspace = Workspace()
         #: Facts that the ranks have agreed on; set before :meth:`bind`.
         self.context = StepContext()
-        self.second_moments = SecondMoments(self.config.normuon)
+        self.owner_state = OwnerState(self.config.rules)
         if self.config.qk_clip and layers is not None:
             names = {param: spec.name for param, spec in self.specs.items()}
             living = weakref.ref(self)  # the model's hooks keep the function; they must not keep the optimizer
@@ -221,15 +221,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                     staging=staging,
                 ),
                 blocks=self._blocks,
-                second_moments=self.second_moments,
+                owner_state=self.owner_state,
             )
         self._device = device
-        self.second_moments.bind(self._steps.values())
+        self.owner_state.bind(self._steps.values())
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.context.peers, device)
 
     def after_load(self) -> None:
-        """Take over what a loaded state decides: the settings of groups, and the second moments that this rank owns.
+        """Take over what a loaded state decides: the settings of groups, and the state of matrices that this rank owns.
 
         The plan stays, because it follows from shapes, ranks and config alone.
         """
@@ -238,7 +238,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         for tensor, step in self._steps.items():
             if step.settings != settings_text(group := self.param_groups[step.partition.index]):
                 self._steps[tensor] = with_settings(step, group, settings_text(group))
-        self.second_moments.bind(self._steps.values())
+        self.owner_state.bind(self._steps.values())
 
     def connect(self) -> None:
         """Make the backend's connections for the exchange, group by group in the order of a step; a collective."""
@@ -247,8 +247,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             exchange.connect()
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Return a context in which ``state_dict`` has all ranks' second moments of NorMuon; entry is a collective."""
-        return self.second_moments.whole()
+        """Return a context in which ``state_dict`` has the rules' state of all ranks; entry is a collective."""
+        return self.owner_state.whole()
 
     @property
     def ns_dtype(self) -> str:

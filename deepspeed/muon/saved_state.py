@@ -23,7 +23,6 @@ from deepspeed.muon.errors import logger
 from deepspeed.muon.exchange.groups import short_hash
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, storage_dtype, zero_codes
-from deepspeed.muon.second_moments import SAVED
 
 #: Keys of a saved group: the momentum's dtype if it was int8; the state of the loss scaler of fp16 autocast at stage 0;
 #: the names of the group's parameters at stage 0.
@@ -83,7 +82,7 @@ class SavedForm:
                 group[KEPT_AS] = "int8"
         for group, names in zip(groups, self.names, strict=False):
             group[NAMES] = list(names)
-        optimizer.second_moments.save(groups)
+        optimizer.owner_state.save(groups)
         if self.scaler is not None:
             groups[0][SCALE] = self.scaler.state_dict()
         if self.is_convertible:
@@ -155,7 +154,7 @@ class SavedForm:
                 if torch.is_tensor(value) and _is_alike(value, before.get(key)):
                     state[key] = before[key].copy_(value)
         self._before = {}
-        optimizer.second_moments.load(optimizer.param_groups, is_logging=optimizer.context.is_logging)
+        optimizer.owner_state.load(optimizer.param_groups, is_logging=optimizer.context.is_logging)
         optimizer.after_load()
 
 
@@ -310,7 +309,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
         )
     left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks", "owner_counts", "ns_choice", NAMES}
     settings = {key: value for key, value in saved.items() if key not in left_out}
-    silent = {"lr", "initial_lr", SAVED, STARTED}  # schedules change rates all the time
+    silent = {"lr", "initial_lr", STARTED}  # schedules change rates all the time
     if current.get("use_muon"):  # torch's schedulers change the betas of every group; a Muon group's have no effect
         silent.add("betas")
     for key, value in settings.items():

@@ -37,10 +37,10 @@ from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, Blocks, State
 from deepspeed.muon.math.newton_schulz import DTYPES, exact_method, method_of, name_of, orthogonalize
-from deepspeed.muon.math.rules import Rules, scale_factor
+from deepspeed.muon.math.rules import Rule, scale_factor
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 from deepspeed.muon.monitor import Phase, StepStats
-from deepspeed.muon.second_moments import SecondMoments
+from deepspeed.muon.owner_state import OwnerState
 
 # ---- look: which matrices have a gradient, and whether gradients are finite ----------------------------------------
 #
@@ -315,7 +315,7 @@ class PartitionStep:
         sharers: number of ranks that share the parameters or hold copies of them; statistics are divided by it.
         copies: number of ranks that each hold all of the partition's elements; 1 if ranks hold parts of them.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
-        second_moments: NorMuon's second moments of all partitions.
+        owner_state: the state that the update rules keep, of all partitions.
     """
 
     config: MuonConfig
@@ -330,15 +330,15 @@ class PartitionStep:
     sharers: int
     copies: int
     blocks: Mapping[Tensor, Blocks]
-    second_moments: SecondMoments
+    owner_state: OwnerState
 
     def __post_init__(self) -> None:
         self._work, self._is_int8 = self.exchange.work, self.config.momentum_dtype == "int8"
 
     @cached_property
-    def rules(self) -> Rules | None:
-        """Return the options that change Muon's update (:class:`Rules`); ``None`` for plain Muon."""
-        return self.config.rules or None
+    def rules(self) -> tuple[Rule, ...]:
+        """Return the update rules that change Muon's update, in the order in which they act; none for plain Muon."""
+        return self.config.rules
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -500,12 +500,14 @@ class PartitionStep:
 
     def _orthogonalize(self, now: StepValues, buffers: BucketBuffers) -> None:
         """Orthogonalize the matrices of one bucket that this rank owns, in place, shape by shape."""
-        how, rules = self.newton_schulz, self.rules
+        how = self.newton_schulz
         for batch in buffers.bucket.batches:
             shape = len(batch.names), batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
-            if rules is not None:
-                rules.apply_before(matrices, batch.axis, self._work)
+            with_state = [*zip(matrices, map(self.owner_state.of, batch.names), strict=True)] if self.rules else []
+            for rule in self.rules:
+                for matrix, state in with_state:
+                    rule.before(matrix, batch.axis, state, self._work)
             orthogonalize(
                 matrices,
                 how.schedule,
@@ -514,8 +516,9 @@ class PartitionStep:
                 work=self._work,
                 kernels=self.kernels,
             )
-            if rules is not None:
-                rules.apply_after(matrices, batch.axis, self.second_moments.of_matrices(batch.names), self._work)
+            for rule in self.rules:
+                for matrix, state in with_state:
+                    rule.after(matrix, batch.axis, state, self._work)
 
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
@@ -654,7 +657,7 @@ def bind_partition(
     context: StepContext,
     exchange: Exchange,
     blocks: Mapping[Tensor, Blocks],
-    second_moments: SecondMoments,
+    owner_state: OwnerState,
 ) -> PartitionStep:
     """Plan the step of one :class:`Partition`. Return the :class:`PartitionStep` that carries it out.
 
@@ -665,7 +668,7 @@ def bind_partition(
         dtype: dtype of the matrix products of Newton-Schulz, a key of :data:`DTYPES`.
         exchange: communication among the ranks of the partition.
         blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
-        second_moments: NorMuon's second moments of all partitions.
+        owner_state: the state that the update rules keep, of all partitions.
     """
     newton_schulz = _newton_schulz(group, config, dtype, exchange.device.type)
     cost = cost_model(newton_schulz.method, config.schedule, dtype, exchange.dtype.itemsize, exchange.device.type)
@@ -690,7 +693,7 @@ def bind_partition(
         sharers=sharers,
         copies=sharers if is_replicated else 1,
         blocks=blocks,
-        second_moments=second_moments,
+        owner_state=owner_state,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.muon.config.types import REPLACES
 from deepspeed.muon.errors import MuonConfigError
+from deepspeed.muon.math.rules import OPTIONS
 
 
 class Preset(NamedTuple):
@@ -61,12 +62,7 @@ PRESETS = {
 }
 
 #: Key that a user sets -> keys whose values from the preset are then ignored.
-_SUPERSEDED = REPLACES | {
-    "adjust_lr_fn": ("rms_scale",),
-    "ns_coefficients": ("ns_steps",),
-    "normuon": ("normuon_beta2",),
-    "momentum_start": ("momentum_warmup_steps",),
-}
+_SUPERSEDED = REPLACES | OPTIONS | {"adjust_lr_fn": ("rms_scale",), "ns_coefficients": ("ns_steps",)}
 
 
 def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from deepspeed.muon.config.presets import PRESETS, filled_in, naming_preset_keys
 from deepspeed.muon.config.types import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
-from deepspeed.muon.math.rules import Rules, Schedules
+from deepspeed.muon.math.rules import OPTIONS, Rule, Schedules, is_on, rules_of
 
 
 class MuonConfig(BaseModel):
@@ -138,15 +138,10 @@ class MuonConfig(BaseModel):
                 f"rms_scale: has an effect only with adjust_lr_fn match_rms_adamw, not with {self.scale}; "
                 "remove one of the two"
             )
-        if "momentum_warmup_steps" in self.model_fields_set and self.momentum_start is None:
-            raise ValueError(
-                "momentum_warmup_steps: has an effect only with momentum_start; set momentum_start too or "
-                "remove momentum_warmup_steps"
-            )
-        if "normuon_beta2" in self.model_fields_set and not self.normuon:
-            raise ValueError(
-                "normuon_beta2: has an effect only with normuon; set normuon to true or remove normuon_beta2"
-            )
+        for key, options in OPTIONS.items():
+            for option in options:
+                if option in self.model_fields_set and not is_on(self, key):
+                    raise ValueError(f"{option}: has an effect only with {key}; set {key} too or remove {option}")
         return self
 
     @property
@@ -163,9 +158,9 @@ class MuonConfig(BaseModel):
         return "fp32" if self.ns_dtype == "fp32" else "bf16"
 
     @property
-    def rules(self) -> Rules:
-        """Return the update rules (NorMuon, MuonEq, Muon+), which act on a matrix before and after Newton-Schulz."""
-        return Rules(**{field.name: getattr(self, field.name) for field in fields(Rules)})
+    def rules(self) -> tuple[Rule, ...]:
+        """Return the update rules that are on, which act on a matrix before and after Newton-Schulz."""
+        return rules_of(self)
 
     @property
     def schedules(self) -> Schedules:
@@ -191,7 +186,7 @@ class MuonConfig(BaseModel):
     def beyond_muon(self) -> list[str]:
         """Return texts for the log, one for each option in use that plain Muon does not have, except QK-clip."""
         decay = "cautious weight decay" if self.cautious_weight_decay else ""
-        return [text for text in (str(self.rules), str(self.schedules), decay) if text]
+        return [text for text in (", ".join(map(str, self.rules)), str(self.schedules), decay) if text]
 
     @property
     def scale(self) -> str:

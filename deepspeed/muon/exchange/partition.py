@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -70,11 +70,6 @@ class PlacedBlock:
     def axis(self) -> int:
         """Return the axis of the matrix that indexes its outputs (output features): 0 rows, 1 columns; 0 if unknown."""
         return self.shard.spec.output_axis or 0
-
-    @property
-    def outputs(self) -> int:
-        """Return the number of outputs (output features) of the matrix."""
-        return self.shape[self.axis]
 
     @cached_property
     def spread(self) -> Spread:
@@ -150,6 +145,11 @@ class Partition:
         return found
 
 
+def whole_shards(specs: Iterable[MatrixSpec], copies: int) -> tuple[Shard, ...]:
+    """Return where parameters lie that ZeRO does not shard: each in a tensor of its own, whole on ``copies`` ranks."""
+    return tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs))
+
+
 def whole_partition(
     index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1
 ) -> Partition:
@@ -167,5 +167,4 @@ def whole_partition(
                 f"{spec.name}: Muon needs a contiguous parameter; do not set memory_format=torch.channels_last, or use "
                 "ZeRO stage 1, 2 or 3"
             )
-    shards = [Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs)]
-    return Partition(index, tuple(params), tuple(shards), group, rank, copies)
+    return Partition(index, tuple(params), whole_shards(specs, copies), group, rank, copies)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -210,19 +211,20 @@ class Exchange:
         """Return whether shards are copied between host memory and the accelerator (CPU offload)."""
         return self.staging is not None
 
-    def gather_vectors(self, own: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return NorMuon's second moments of the matrices in ``sizes``: {matrix name: fp32 CPU vector}; a collective.
+    def gather_state(self, own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Return the state of the matrices in ``shapes`` from their owners: {matrix name: fp32 CPU tensor}.
 
-        ``own``: {matrix name: fp32 vector} of the matrices that only this rank owns. ``sizes``: {matrix name: length},
-        with the same names in the same order on all ranks.
+        A collective. ``own``: {matrix name: fp32 tensor} of the matrices that only this rank owns. ``shapes``: {matrix
+        name: shape of its state}, with the same names in the same order on all ranks.
         """
-        flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=self.device)
-        vectors = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
-        for name in own.keys() & sizes.keys():
-            vectors[name].copy_(own[name])
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
+        parts = {name: part.view(shapes[name]) for name, part in zip(shapes, flat.split(sizes), strict=True)}
+        for name in own.keys() & shapes.keys():
+            parts[name].copy_(own[name])
         if self.group is not None:
             torch.distributed.all_reduce(flat, group=self.group)  # exact: all but one summand are zero
-        return {name: vector.cpu() for name, vector in vectors.items()}
+        return {name: part.cpu() for name, part in parts.items()}
 
     def largest(self, values: Tensor) -> None:
         """Replace each element of ``values`` by its maximum over the ranks of :attr:`group`; a collective."""

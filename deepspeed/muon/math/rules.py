@@ -9,9 +9,9 @@ axis along which the outputs lie: 0 for the weight ``[out, in]`` of ``nn.Linear`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,65 +25,119 @@ SIDES = {"rows": 0, "columns": 1}
 EPS = 1e-10
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The options that change Muon's update around Newton-Schulz: MuonEq, Muon+ and NorMuon.
+Shape = tuple[int, ...]
 
-    ``bool(rules)`` is False if all of them are off: plain Muon. ``muon_eq``: which norms :func:`equalize` makes equal
-    before Newton-Schulz; ``none`` or a key of :data:`SIDES`. ``muon_plus``: whether :func:`snap_norm` runs after
-    Newton-Schulz. ``normuon``: whether :func:`normuon` runs last, with a second moment, fp32 ``[outputs]``, for each
-    matrix. ``normuon_beta2``: decay of the second moment per step.
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule: what an owner does to a whole matrix before and after Newton-Schulz.
+
+    A subclass is one entry of :data:`RULES`. Its fields are keys of ``optimizer.params``, such as ``normuon_beta2``.
+
+    Attributes:
+        KEY: the key of ``optimizer.params`` that turns the rule on. ``false`` and ``none`` turn it off.
+        STATE: the state that the owner keeps for each matrix: {name: function of the matrix's (rows, columns) and axis
+            that returns the shape of the state}. State is fp32 and zeros at first. Checkpoints store it under its name.
+        NEEDS_AXIS: whether the rule treats outputs and inputs differently.
     """
 
-    muon_eq: str = "none"
-    muon_plus: bool = False
-    normuon: bool = False
-    normuon_beta2: float = 0.95
+    KEY: ClassVar[str]
+    STATE: ClassVar[Mapping[str, Callable[[Shape, int], Shape]]] = {}
+    NEEDS_AXIS: ClassVar[bool] = True
 
-    @property
-    def keys(self) -> list[str]:
-        """Return the config keys of the options that are on, such as ``["normuon", "muon_eq"]``."""
-        is_on = {"normuon": self.normuon, "muon_eq": self.muon_eq != "none", "muon_plus": self.muon_plus}
-        return [key for key in is_on if is_on[key]]
+    @classmethod
+    def of(cls, config: Any) -> Rule | None:
+        """Return the rule as ``config`` (:class:`MuonConfig`) sets it; ``None`` if it is off."""
+        values = {field.name: getattr(config, field.name) for field in fields(cls)}
+        return cls(**values) if is_on(config, cls.KEY) else None
 
-    def __bool__(self) -> bool:
-        return bool(self.keys)
+    def before(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
+        """Change a matrix in place before Newton-Schulz.
+
+        Args:
+            x: the matrix ``[rows, cols]``, bf16 or fp32; zeros if it had no gradient.
+            axis: 0 if ``x`` is ``[out, in]``, 1 if it is ``[in, out]``.
+            state: the matrix's tensors, by the names in ``STATE``, to be updated in place.
+            work: scratch memory.
+        """
+
+    def after(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
+        """Change a matrix in place after Newton-Schulz; arguments as for :meth:`before`."""
+
+
+@dataclass(frozen=True)
+class MuonEq(Rule):
+    """MuonEq, see :func:`equalize`. ``muon_eq``: which norms become equal, a key of :data:`SIDES`."""
+
+    KEY = "muon_eq"
+    muon_eq: str = "rows"
+
+    def before(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
+        """Make the norms of ``x`` equal."""
+        side = axis ^ SIDES[self.muon_eq]
+        # Squares of gradients may leave fp32's range: use fp64 or, without it, first bring entries near one.
+        if has_fp64(x.device):
+            equalize(x, side, work, torch.float64)
+        else:
+            near_one_(x, dim=1 - side)
+            equalize(x, side, work)
 
     def __str__(self) -> str:
-        names = {
-            "muon_eq": f"MuonEq ({self.muon_eq})",
-            "muon_plus": "Muon+",
-            "normuon": f"NorMuon (beta2 {self.normuon_beta2:g})",
-        }
-        return ", ".join(names[key] for key in names if key in self.keys)
+        return f"MuonEq ({self.muon_eq})"
 
-    def apply_before(self, matrices: Tensor, axis: int, work: Workspace) -> None:
-        """Apply MuonEq, if it is on, to matrices before Newton-Schulz; change them in place.
 
-        ``matrices``: ``[batch, rows, cols]``, bf16 or fp32. ``axis``: 0 for ``[out, in]``, 1 for ``[in, out]``.
-        """
-        if self.muon_eq != "none":
-            side = axis ^ SIDES[self.muon_eq]
-            for matrix in matrices:
-                # Squares of gradients may leave fp32's range: use fp64 or, without it, first bring entries near one.
-                if has_fp64(matrix.device):
-                    equalize(matrix, side, work, torch.float64)
-                else:
-                    near_one_(matrix, dim=1 - side)
-                    equalize(matrix, side, work)
+@dataclass(frozen=True)
+class MuonPlus(Rule):
+    """Muon+, see :func:`snap_norm`."""
 
-    def apply_after(self, matrices: Tensor, axis: int, second_moments: Sequence[Tensor], work: Workspace) -> None:
-        """Apply Muon+ and then NorMuon, if they are on, to matrices after Newton-Schulz; change them in place.
+    KEY = "muon_plus"
+    NEEDS_AXIS = False
 
-        ``matrices``, ``axis``: as for :meth:`apply_before`. ``second_moments``: NorMuon's second moment of each matrix,
-        fp32 ``[outputs]``, updated in place; empty without NorMuon.
-        """
-        if self.muon_plus:
-            for matrix in matrices:
-                snap_norm(matrix, work)
-        if self.normuon:
-            for matrix, second_moment in zip(matrices, second_moments, strict=True):
-                normuon(matrix, axis, second_moment, self.normuon_beta2, work)
+    def after(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
+        """Scale ``x`` to the norm of an orthogonal matrix."""
+        snap_norm(x, work)
+
+    def __str__(self) -> str:
+        return "Muon+"
+
+
+@dataclass(frozen=True)
+class NorMuon(Rule):
+    """NorMuon, see :func:`normuon`. ``normuon_beta2``: decay of the second moments per step."""
+
+    KEY = "normuon"
+    STATE = {"second_moments": lambda shape, axis: (shape[axis],)}
+    normuon_beta2: float = 0.95
+
+    def after(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
+        """Divide each output of ``x`` by the root of its second moment."""
+        normuon(x, axis, state["second_moments"], self.normuon_beta2, work)
+
+    def __str__(self) -> str:
+        return f"NorMuon (beta2 {self.normuon_beta2:g})"
+
+
+#: All rules, in the order in which they act. A new rule is an entry here, and a field of :class:`MuonConfig` per key.
+RULES: list[type[Rule]] = [MuonEq, MuonPlus, NorMuon]
+#: Key that turns a rule or schedule on -> the keys that have an effect only with it.
+OPTIONS = {kind.KEY: tuple(f.name for f in fields(kind) if f.name != kind.KEY) for kind in RULES}
+OPTIONS["momentum_start"] = ("momentum_warmup_steps",)
+
+
+def is_on(config: Any, key: str) -> bool:
+    """Return whether ``config`` (:class:`MuonConfig`) turns on the rule or schedule of ``key``."""
+    value = getattr(config, key)
+    return value is not None and value is not False and value != "none"
+
+
+def rules_of(config: Any) -> tuple[Rule, ...]:
+    """Return the rules that ``config`` (:class:`MuonConfig`) turns on; none for plain Muon."""
+    return tuple(rule for kind in RULES if (rule := kind.of(config)) is not None)
+
+
+def state_shapes(rules: Iterable[Rule], shape: Shape, axis: int) -> dict[str, Shape]:
+    """Return {name: shape} of the state that ``rules`` keep for a matrix of this shape; ``axis``: of its outputs."""
+    return {name: shape_of(shape, axis) for rule in rules for name, shape_of in rule.STATE.items()}
 
 
 def equalize(x: Tensor, axis: int, work: Workspace, dtype: torch.dtype = torch.float32) -> None:

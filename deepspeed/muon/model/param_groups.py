@@ -218,7 +218,7 @@ def check_options(
     Return an empty dict for a whole model. For a pipeline stage, return {option without effect: error message}; the
     caller raises the error if the option is without effect in all stages.
     """
-    specs, rules = list(specs), [key for key in config.rules.keys if key != "muon_plus"]
+    specs, rules = list(specs), [rule.KEY for rule in config.rules if rule.NEEDS_AXIS]
     # These rules treat outputs and inputs differently, so they must know which axis is which.
     unknown = [spec.name for spec in specs if spec.use_muon and spec.output_axis is None]
     if rules and unknown:

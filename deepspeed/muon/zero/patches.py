@@ -28,8 +28,8 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import ADAPTERS, agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import load, save, universal
-from deepspeed.muon.zero.checkpoint.nvme import check_nvme
 from deepspeed.muon.zero.engine_step import record_backward, refuse_early_step, take_step
+from deepspeed.muon.zero.nvme_settings import check_nvme
 from deepspeed.muon.zero.refusals import ON_GPUS, check_section, refuse_engine, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.wrappers.adapter import Seam, has_muon, replace, replaced

@@ -17,19 +17,17 @@ from pydantic import ValidationError
 from deepspeed.muon.config.messages import FILLED_BY, nearest, own_words
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError, SettingsError, UnsupportedError
-from deepspeed.muon.forecast import Layout
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.model.param_groups import warn_of_odd_settings
 from deepspeed.muon.zero.patches import TYPES, is_muon, without_double_clipping
 from deepspeed.muon.zero.refusals import is_bf16_optimizer, offload_device, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler import momentum_note, rate_warning, read_schedule
+from deepspeed.muon.zero.wrappers.stage12 import alignment_of
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: Replaces a learning rate that is filled in later. A plan depends on whether there is one, not on its value.
 PLACEHOLDER_LR = 1e-3
-#: With ``parameter_alignment``, each parameter starts at a multiple of this many bytes.
-ALIGNED_BYTES = 16
 #: Keys of accelerate's configuration that no ds_config has. A file with any of them is taken for accelerate's.
 ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
 #: Keys of its section ``deepspeed_config``, any of which tells that the file is accelerate's.
@@ -44,6 +42,23 @@ DS_CONFIG_KEYS = {"optimizer", "scheduler", "zero_optimization", "bf16", "fp16",
 MAX_DEPTH = 4
 #: Matches text that starts with a brace, after comments and blanks.
 _BRACED = re.compile(r"\ufeff?(?:\s|(?:#|//)[^\n]*\n|/\*.*?\*/)*\{", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ZeRO splits parameter groups at ``stage`` 0 to 3 over ``world_size`` data-parallel ranks.
+
+    Args:
+        sub_group_size: elements on one rank after which a sub-group of stage 3 ends.
+        round_robin: DeepSpeed's setting ``round_robin_gradients``, for stages 1 and 2.
+        alignment: at stages 1 and 2 each parameter starts at a multiple of this many elements.
+    """
+
+    stage: int
+    world_size: int
+    sub_group_size: int = 10**9
+    round_robin: bool = False
+    alignment: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,9 +116,7 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     # Stages 1 and 2 run under DeepSpeedZeroOptimizer, unless BF16_Optimizer does, which neither reorders nor aligns.
     is_flat = not (stock.bfloat16_config.enabled and is_bf16_optimizer(stock) and not offloads)
     dtype = "bf16" if stock.bfloat16_config.enabled else "fp16" if stock.float16_config.enabled else "fp32"
-    alignment = (
-        ALIGNED_BYTES // DTYPES[dtype].itemsize if is_flat and getattr(zero, "parameter_alignment", False) else 1
-    )
+    alignment = alignment_of(zero, DTYPES[dtype].itemsize) if is_flat else 1
     round_robin = is_flat and bool(zero.round_robin_gradients)
     layout = Layout(int(zero.stage), world_size, int(zero.sub_group_size), round_robin, alignment)
     return Settings(config, layout, offloads, float(stock.gradient_clipping), tuple(notes))

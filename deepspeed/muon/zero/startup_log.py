@@ -22,6 +22,7 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.scheduler import momentum_note, rate_warning, read_schedule
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grids import expert_counts, tp_rank
+from deepspeed.muon.zero.wrappers.stage3 import limit_without_cuts
 
 #: Warn if stepping sub-groups one by one takes more than this many times as long as stepping whole groups could.
 MAX_SUB_GROUP_SLOWDOWN = 1.25
@@ -207,7 +208,7 @@ def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
         even = sum(sum(plan.loads) for plan in group) / group[0].world_size
         possible += max(even, max(max(plan.loads) for plan in group))
     if spent > MAX_SUB_GROUP_SLOWDOWN * possible:
-        size = sum(partition.tensors[0].numel() for partition in optimizer.partitions)
+        size = limit_without_cuts(partition.tensors[0].numel() for partition in optimizer.partitions)
         logger.warning(
             f"deepspeed-muon: zero_optimization.sub_group_size splits the matrices into {len(plans)} sub-groups, which "
             f"leaves ranks idle: Newton-Schulz takes {spent / possible:.1f} times as long as without them; set "

@@ -196,7 +196,7 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     _warn_of_different_client_states(engine, arguments["client_state"])
     _warn_of_frozen(engine, arguments["exclude_frozen_parameters"])
     files = engine.checkpoint_engine
-    with engine.basic_optimizer.second_moments.whole():
+    with engine.basic_optimizer.owner_state.whole():
         if not isinstance(files, SafeFiles):  # it writes later, or in slices
             return original(**arguments)
         files.names_latest, arguments["save_latest"] = arguments["save_latest"], False

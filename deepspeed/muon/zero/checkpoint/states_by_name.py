@@ -37,6 +37,7 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import NAMES, read_mapped, saved_groups
 from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_load_by_name
+from deepspeed.muon.zero.wrappers import stage3, stage12
 
 #: Key of a parameter's fp32 weight, and of Muon's momentum in our files.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
@@ -122,7 +123,7 @@ class SavedFiles:
         parts = [part.reshape(-1) for part in self.values.get(name, {}).get(key, ())]
         if not parts:
             return torch.empty(0, dtype=torch.float32, device="cpu")
-        value = torch.cat(parts)[: math.prod(self.shapes[name])]  # at stage 3 the last part is padded
+        value = torch.cat(parts)[: math.prod(self.shapes[name])]  # a frozen parameter's last part may be padded
         is_scaled = key == "momentum_buffer" and self.loss_scale != 1.0
         return value.float() / self.loss_scale if is_scaled else value
 
@@ -159,16 +160,22 @@ class SavedFiles:
             for index, shapes in enumerate(self.model[constants.PARAM_SHAPES]):
                 saved = {WEIGHT: state[weights][index], **states.get(index, {})}
                 whole = saved.pop("momentum_buffer", None) if is_whole else None
-                shares = len(ranks) if self.stage == 3 else 1
-                sizes = {name: -(-math.prod(shape) // shares) for name, shape in shapes.items()}
-                # The padding at the end of a group is not saved. If it shortens rank 0's part, others hold nothing.
-                span = ranks[0][weights][index].numel()
-                paddings = state.get("param_alignment_paddings", {index: [0] * len(sizes)})[index]
-                for name, part in _places(sizes, paddings, 0 if self.stage == 3 else -rank * span, span):
-                    self._add(name, use_muon[index], saved, part)
+                numels = [math.prod(shape) for shape in shapes.values()]
+                if self.stage == 3:
+                    placements = stage3.placements(stage3.part_size(numel, len(ranks)) for numel in numels)
+                else:
+                    paddings = state.get("param_alignment_paddings", {index: [0] * len(numels)})[index]
+                    # The padding at the end of a group is not saved. If it shortens rank 0's part, others hold nothing.
+                    span = ranks[0][weights][index].numel()
+                    placements = stage12.placements(map(sum, zip(numels, paddings, strict=True)), span)
+                for name, numel, placement in zip(shapes, numels, placements, strict=True):
+                    start, stop = placement.held_range(rank, 0, numel)
+                    if start >= stop:
+                        continue
+                    at = placement.position(start)
+                    self._add(name, use_muon[index], saved, slice(at, at + stop - start))
                     if whole is not None:
-                        size = math.prod(shapes[name])
-                        self.values[name]["momentum_buffer"], whole = [whole[:size]], whole[size:]
+                        self.values[name]["momentum_buffer"], whole = [whole[:numel]], whole[numel:]
                         self.is_muon[name] = True
 
     def _add_stage0(self, outer: Mapping[str, Any], module: Mapping[str, Tensor]) -> None:
@@ -184,18 +191,6 @@ class SavedFiles:
         for name, index, weight in zip(chain(*names), indices, chain(*masters), strict=True):
             entry = base["state"].get(index, {}) | {WEIGHT: weight.detach().float()}
             self._add(name, False, {key: value.reshape(-1) for key, value in entry.items()})
-
-
-def _places(sizes: Mapping[str, int], paddings: list[int], start: int, span: int) -> Iterator[tuple[str, slice]]:
-    """Yield (parameter, its place in a rank's flat tensor of ``span`` elements).
-
-    ``start``: where the first parameter begins, seen from this tensor. ``paddings``: elements behind each parameter.
-    """
-    for (name, size), padding in zip(sizes.items(), paddings, strict=True):
-        low, high = max(start, 0), min(start + size, span)
-        start += size + padding
-        if low < high:
-            yield name, slice(low, high)
 
 
 def _by_rank(files: Iterator[Path]) -> list[Path]:
@@ -341,7 +336,7 @@ def load_by_name(
     write(adapter, saved, actions if load_states else {})
     adapter.publish_weights()
     if load_states and saved.is_ours:
-        optimizer.second_moments.load(saved.groups, optimizer.context.is_logging)
+        optimizer.owner_state.load(saved.groups, optimizer.context.is_logging)
         optimizer.after_load()
     outcomes |= _write_untrained(engine, saved)
     client_state = _load_counters(engine, arguments, saved.model, load_schedule)

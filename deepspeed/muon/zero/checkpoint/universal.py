@@ -79,7 +79,7 @@ def _load(adapter: Adapter, original: Callable, path: str, load_states: bool, lo
     folder, found = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
     write(adapter, folder, found.actions)
     if load_states and folder.is_ours:
-        _load_second_moments(engine, optimizer, folder)
+        _load_owner_state(engine, optimizer, folder)
         _load_settings(adapter.wrapper, optimizer, folder)
     else:
         apply_schedule(engine)
@@ -220,21 +220,21 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
     return folder, found
 
 
-def _load_second_moments(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
-    """Load NorMuon's second moments from a universal checkpoint; warn if some are missing and start at zero."""
-    # DeepSpeed's converter keeps the moments that one rank saved: other stages', experts' and shards' are lost.
+def _load_owner_state(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
+    """Load the state of update rules from a universal checkpoint; warn if some is missing and starts at zero."""
+    # DeepSpeed's converter keeps the state that one rank saved: that of other stages, experts and shards is lost.
     several = {name for name, (sharding, _) in folder.shards.items() if len(sharding.ranges) > 1}
     if optimizer.config.tp_mode == "whole":
         several &= {spec.name for param, spec in optimizer.specs.items() if expert_group(param)}
     blocks = [block for partition in optimizer.partitions for block in partition.blocks]
     ambiguous = {block.name for block in blocks if block.shard.spec.name in several}
-    optimizer.second_moments.load(folder.groups, optimizer.context.is_logging, not_saved=ambiguous)
-    dropped = sorted({block.name for block in blocks} - optimizer.second_moments.by_name.keys())
-    if dropped and optimizer.config.normuon and comm.get_rank(group=engine.seq_data_parallel_group) == 0:
+    optimizer.owner_state.load(folder.groups, optimizer.context.is_logging, not_saved=ambiguous)
+    dropped = optimizer.owner_state.without_state(block.name for block in blocks)
+    if dropped and comm.get_rank(group=engine.seq_data_parallel_group) == 0:
         logger.warning(
-            f"deepspeed-muon: the universal checkpoint lacks NorMuon's second moments of {len(dropped)} matrices "
+            f"deepspeed-muon: the universal checkpoint lacks the {optimizer.owner_state} of {len(dropped)} matrices "
             f"(first: {dropped[0]}), because DeepSpeed's converter keeps those of one pipeline stage, one rank's "
-            "experts and one rank's shards. They start at zero and settle within 1 / (1 - normuon_beta2) steps"
+            "experts and one rank's shards. They start at zero, as in a new run"
         )
 
 

@@ -2,16 +2,17 @@
 """Adapters for stages 1 and 2, whose wrappers flatten each group into one tensor and partition it evenly.
 
 A matrix may straddle the border between two ranks. Parameters are located by the order in which the group was
-flattened, which ``round_robin_gradients`` changes; DeepSpeed's ``_hp_mapping`` ignores that change.
+flattened, which ``round_robin_gradients`` changes; DeepSpeed's ``_hp_mapping`` ignores that change. How DeepSpeed
+flattens groups is known here alone: :func:`flat_group` predicts it before there is an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed.comm as comm
 from torch import Tensor
@@ -33,6 +34,60 @@ from deepspeed.muon.zero.wrappers.norms_and_scale import (
     with_norms_of_all_stages,
 )
 
+#: The flat tensor of a group is padded to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
+FLAT_ALIGNMENT = 2
+#: With ``parameter_alignment``, each parameter starts at a multiple of this many bytes.
+ALIGNED_BYTES = 16
+
+
+class FlatGroup(NamedTuple):
+    """How a parameter group is flattened.
+
+    Args:
+        order: indices of the group's parameters, in the order in which they are stored.
+        placements: where each of them lies, in the same order.
+        span: elements of one rank's part of the flat tensor, with padding.
+    """
+
+    order: list[int]
+    placements: list[Placement]
+    span: int
+
+
+def flat_group(numels: Sequence[int], ranks: int, round_robin: bool = False, alignment: int = 1) -> FlatGroup:
+    """Return how DeepSpeed flattens a parameter group and divides it among ``ranks`` ranks.
+
+    Args:
+        numels: elements of each parameter of the group.
+        round_robin: the setting ``round_robin_gradients``.
+        alignment: a parameter starts at a multiple of this many elements.
+    """
+    order = [*range(len(numels))]
+    if round_robin:
+        order = [index for first in range(ranks) for index in order[first::ranks]]
+    sizes = [_round_up(numels[index], alignment) for index in order]
+    padding = sizes[-1] - numels[order[-1]] if order else 0  # behind the last parameter, there is none for alignment
+    span = _round_up(sum(sizes) - padding, FLAT_ALIGNMENT * ranks) // ranks
+    return FlatGroup(order, placements(sizes, span), span)
+
+
+def placements(sizes: Iterable[int], span: int) -> list[Placement]:
+    """Return where the parameters of a flat group lie.
+
+    ``sizes``: elements of each parameter, in the order in which they are stored, with the padding behind it. ``span``:
+    elements of one rank's part of the group.
+    """
+    return [Placement(start, span, 0) for start in accumulate(sizes, initial=0)][:-1]
+
+
+def alignment_of(zero_config: Any, itemsize: int) -> int:
+    """Return the argument ``alignment`` of :func:`flat_group` for parameters with ``itemsize`` bytes per element."""
+    return ALIGNED_BYTES // itemsize if getattr(zero_config, "parameter_alignment", False) else 1
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
 
 class Flat(Adapter):
     """The base of the adapters for ZeRO stages 1 and 2, whose wrappers flatten each parameter group into one tensor."""
@@ -50,8 +105,8 @@ class Flat(Adapter):
         for index, (params, starts, flat, master) in enumerate(zip(groups, offsets, flats, masters, strict=True)):
             ranks = self.wrapper.real_dp_process_group[index]
             span = flat.numel() // comm.get_world_size(ranks)
-            placements = {param: Placement(start, span, 0) for param, start in zip(params, starts, strict=True)}
-            result.append(self.sharded_partition(index, master, placements, ranks))
+            placed = {param: Placement(start, span, 0) for param, start in zip(params, starts, strict=True)}
+            result.append(self.sharded_partition(index, master, placed, ranks))
         return result
 
     def publish_weights(self) -> None:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter for stage 3: each parameter is divided over all ranks; a rank's parts of a sub-group form one flat tensor.
 
-The last ranks' parts may end in padding, whose values are arbitrary, even NaN; it is never sent.
+The last ranks' parts may end in padding, whose values are arbitrary, even NaN; it is never sent. How DeepSpeed
+forms sub-groups is known here alone: :func:`sub_groups` predicts them before there is an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +28,42 @@ MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)
 #: Pinned copies of weights and gradients that DeepSpeed keeps after a reload.
 _PINNED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
 _SWAP, _SWAP_OUT = "deepspeed.runtime.swap_tensor", "OptimizerSwapper.swap_out_optimizer_state"
+
+
+def part_size(numel: int, ranks: int) -> int:
+    """Return how many elements each of ``ranks`` ranks holds of a parameter with ``numel`` elements, with padding."""
+    return -(-numel // ranks)
+
+
+def sub_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the sub-groups into which DeepSpeed divides a parameter group, in the order in which it updates them.
+
+    A sub-group is a list of indices into ``sizes``, in the order in which its parameters are stored.
+
+    Args:
+        sizes: elements that one rank holds of each parameter of the group (:func:`part_size`).
+        limit: ``sub_group_size``; a sub-group ends with the parameter that makes it as large as that.
+    """
+    found: list[list[int]] = []
+    held = limit
+    for index, size in enumerate(sizes):
+        if held >= limit:
+            found.append([])
+            held = 0
+        found[-1].append(index)
+        held += size
+    return found
+
+
+def limit_without_cuts(numels: Iterable[int]) -> int:
+    """Return the least ``sub_group_size`` that leaves groups whole of which a rank holds ``numels`` elements."""
+    return sum(numels)
+
+
+def placements(sizes: Iterable[int]) -> list[Placement]:
+    """Return where the parameters of one sub-group lie. ``sizes``: elements that one rank holds of each of them."""
+    sizes = list(sizes)
+    return [Placement(0, size, base) for size, base in zip(sizes, accumulate(sizes, initial=0), strict=False)]
 
 
 class Stage3(Adapter):
@@ -48,12 +86,9 @@ class Stage3(Adapter):
         """Return a :class:`Partition` for each of ZeRO's sub-groups."""
         wrapper, result = self.wrapper, []
         for index, params in enumerate(wrapper.fp16_groups):
-            placements, base = {}, 0
-            for param in params:
-                placements[param] = Placement(0, param.partition_numel(), base)
-                base += param.partition_numel()
+            placed = dict(zip(params, placements(param.partition_numel() for param in params), strict=True))
             group, flat = wrapper.sub_group_to_group_id[index], wrapper.fp32_partitioned_groups_flat[index]
-            result.append(self.sharded_partition(group, flat, placements, wrapper.sub_group_process_groups[index]))
+            result.append(self.sharded_partition(group, flat, placed, wrapper.sub_group_process_groups[index]))
         return result
 
     def prepare(self, group_count: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.muon import MuonWithAuxAdam
 from helpers.distributed import run
+from helpers.engine_state import owned_tensors
 from helpers.models import MODELS
 from helpers.paths import PACKAGE
 from helpers.training import PARAMS, FixedGradients, ds_config, fp32_weights, make_engine
@@ -72,7 +73,7 @@ def trained(params: dict[str, Any], setting: Callable[[], Any] | None) -> list[T
             with setting():
                 optimizer.step()
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    return [*(p.detach() for p in net.parameters()), *state, *optimizer.second_moments.by_name.values()]
+    return [*(p.detach() for p in net.parameters()), *state, *owned_tensors(optimizer)]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels.kernel_set import Workspace
-from deepspeed.muon.math.rules import Rules
+from deepspeed.muon.math.rules import MuonEq
 from deepspeed.muon.replicas import check_agreement
 from helpers import late_device
 from helpers.distributed import run
@@ -71,7 +71,7 @@ def normalized(matrix: Tensor, side: str) -> Tensor:
     """What MuonEq makes of a matrix on the device."""
     matrix = matrix.to(late_device.NAME)
     with late_device.poor():
-        Rules(muon_eq=side).apply_before(matrix[None], 0, Workspace())  # type: ignore[arg-type]
+        MuonEq(side).before(matrix, 0, {}, Workspace())  # type: ignore[arg-type]
     return matrix
 
 

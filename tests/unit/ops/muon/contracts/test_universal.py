@@ -49,5 +49,5 @@ def test_second_moments_that_the_converter_drops_start_at_zero_with_a_warning(na
     convert(tmp_path)
     found = nvme.run(lost_moments, setting.elsewhere(case)["world"], **job)
     texts, (lost, kept) = [text for said, _ in found for text in said], LOST[name]
-    assert any(f"lacks NorMuon's second moments of {lost} matrices (first: " in text for text in texts), texts
+    assert any(f"lacks the second moments of {lost} matrices (first: " in text for text in texts), texts
     assert sum(count for _, count in found) == kept

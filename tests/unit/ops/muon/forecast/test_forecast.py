@@ -17,7 +17,6 @@ from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.memory import Memory, peak
 from deepspeed.muon.forecast import (
     GroupSpec,
-    Layout,
     estimate,
     group_specs,
     lay_out,
@@ -28,6 +27,7 @@ from deepspeed.muon.forecast import (
 from deepspeed.muon.layout.block import Block
 from deepspeed.muon.math.newton_schulz import method_of
 from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run
 from helpers.forecasts import STEPS, bound, check_against_the_engine, forecast
 from helpers.models import MODELS

@@ -26,6 +26,11 @@ def local_states(engine: Any) -> list[dict[str, Tensor]]:
     return [{key: torch.as_tensor(value).clone() for key, value in state[p].items()} for p in flat_tensors(engine)]
 
 
+def owned_tensors(optimizer: Any) -> list[Tensor]:
+    """Return the tensors that update rules keep of the matrices that this rank owns."""
+    return [tensor for of_matrices in optimizer.owner_state.tensors.values() for tensor in of_matrices.values()]
+
+
 def kept_dtypes(states: Iterable[dict[str, Tensor]]) -> set[torch.dtype]:
     """Return the dtypes of the momenta in these states."""
     return {state[key].dtype for state in states for key in ("momentum_buffer", "momentum_codes") if key in state}

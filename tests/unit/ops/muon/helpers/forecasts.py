@@ -8,9 +8,11 @@ from torch import nn
 
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.plan import CostModel
-from deepspeed.muon.forecast import ABSMAX_BYTES, Layout, StepCost, StepPart, group_specs, lay_out, step_cost
+from deepspeed.muon.forecast import ABSMAX_BYTES, StepCost, StepPart, group_specs, lay_out, step_cost
 from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run
+from helpers.engine_state import owned_tensors
 from helpers.models import MODELS
 from helpers.plans import counted_cost, make_plan
 from helpers.training import PARAMS, ds_config, make_engine
@@ -49,7 +51,7 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
         "owners": [plan.of_all.owners for plan in optimizer.plans],
         "buckets": [len(plan.buckets) for plan in optimizer.plans],
         "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
-        "state": sum(tensor.nbytes for tensor in (*states, *optimizer.second_moments.by_name.values())),
+        "state": sum(tensor.nbytes for tensor in (*states, *owned_tensors(optimizer))),
         "wrapper": type(engine.optimizer).__name__,
         "routes": {
             spec.name: {
@@ -86,6 +88,6 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
         assert [len(cost.plan.buckets) for cost in costs] == facts["buckets"]
         assert [cost.sent_bytes[rank % cost.part.world_size] for cost in costs] == facts["sent"]
         few = ABSMAX_BYTES * sum(len(p.shards) for p in parts if p.group.momentum_dtype == "int8") if rank else 0
-        moments = sum(cost.moment_bytes[rank % cost.part.world_size] for cost in costs)
+        moments = sum(cost.owner_state_bytes[rank % cost.part.world_size] for cost in costs)
         assert abs(state + moments - facts["state"]) <= few
     return {facts["wrapper"] for facts in live}

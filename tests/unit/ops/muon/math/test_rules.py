@@ -9,9 +9,20 @@ import torch
 from torch import nn
 
 from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon.config.schema import parse
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.rules import SCALES, Rules, Schedules, equalize, normuon, scale_factor, snap_norm, update_rms
+from deepspeed.muon.math.rules import (
+    SCALES,
+    MuonEq,
+    Schedules,
+    equalize,
+    normuon,
+    scale_factor,
+    snap_norm,
+    state_shapes,
+    update_rms,
+)
 from helpers.kernels import randn, relative, threads
 from helpers.rules import OF_MATRICES, RULES
 
@@ -26,15 +37,17 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def test_rules_equal_their_definitions(rule: str, shape: tuple[int, int], axis: int, dtype: torch.dtype) -> None:
     """Over three steps; `axis` 1: the outputs lie in columns."""
     params, oracle = RULES[rule]
-    rules, turn = Rules(**params), ((1, 0) if axis else (0, 1))
-    moments, memory = [torch.zeros(shape[axis])] if rules.normuon else [], {}
+    rules, turn = parse(params).rules, ((1, 0) if axis else (0, 1))
+    state, memory = {name: torch.zeros(size) for name, size in state_shapes(rules, shape, axis).items()}, {}
     for step in range(3):
         matrix = randn(*shape, seed=step, dtype=dtype)
         wanted = matrix.double().permute(turn)
-        rules.apply_before(matrix[None], axis, Workspace())
+        for each in rules:
+            each.before(matrix, axis, state, Workspace())
         wanted = oracle.get("before", lambda x: x)(wanted)
         assert relative(matrix, wanted.permute(turn)) < TOLERANCES[dtype]
-        rules.apply_after(matrix[None], axis, moments, Workspace())
+        for each in rules:
+            each.after(matrix, axis, state, Workspace())
         wanted = oracle.get("after", lambda x, memory: x)(wanted, memory)
         assert relative(matrix, wanted.permute(turn)) < 2 * TOLERANCES[dtype]
 
@@ -43,11 +56,11 @@ def test_rules_equal_their_definitions(rule: str, shape: tuple[int, int], axis: 
 @pytest.mark.parametrize("power", [-130, -100, 0, 100, 125])
 def test_magnitudes_do_not_matter(power: int, dtype: torch.dtype) -> None:
     """Squares would leave the range of fp32; so would those of one row beside another of its own magnitude."""
-    rules, matrix = Rules(muon_eq="rows"), randn(6, 10, dtype=dtype)
+    rule, matrix = MuonEq("rows"), randn(6, 10, dtype=dtype)
     wanted = matrix.clone()
-    rules.apply_before(wanted[None], 0, Workspace())
+    rule.before(wanted, 0, {}, Workspace())
     matrix[::2] = torch.ldexp(matrix[::2].double(), torch.tensor(power)).to(dtype)
-    rules.apply_before(matrix[None], 0, Workspace())
+    rule.before(matrix, 0, {}, Workspace())
     assert relative(matrix, wanted.double()) < (0.2 if power == -130 else TOLERANCES[dtype])
 
 

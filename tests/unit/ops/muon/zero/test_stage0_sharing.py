@@ -10,9 +10,9 @@ import torch
 from deepspeed.muon.exchange import plan as planning
 from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import global_plan
-from deepspeed.muon.forecast import Layout
 from deepspeed.muon.layout.placement import Placement
 from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run
 from helpers.forecasts import check_against_the_engine, forecast
 from helpers.logs import logged_at_start
