@@ -19,7 +19,7 @@ from deepspeed.muon.forecast import Layout, StepPart, group_specs, lay_out
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Tiles, Workspace
 from deepspeed.muon.math import adamw
-from deepspeed.muon.owner_state import OwnerState
+from deepspeed.muon.saved_state import OwnerState
 from deepspeed.muon.step import PartitionStep, StepContext, StepValues, bind_partition, without_gradient
 
 META = torch.device("meta")

@@ -37,11 +37,10 @@ from deepspeed.muon.model.projections import stage_of
 from deepspeed.muon.model.routing import route, tag_parameters
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.monitor import Phase, StepStats
-from deepspeed.muon.owner_state import OwnerState
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
-from deepspeed.muon.saved_state import SavedForm
+from deepspeed.muon.saved_state import OwnerState, SavedForm
 from deepspeed.muon.step import (
     Gradients,
     PartitionStep,

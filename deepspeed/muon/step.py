@@ -40,7 +40,7 @@ from deepspeed.muon.math.newton_schulz import DTYPES, exact_method, method_of, n
 from deepspeed.muon.math.rules import Rule, scale_factor
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 from deepspeed.muon.monitor import Phase, StepStats
-from deepspeed.muon.owner_state import OwnerState
+from deepspeed.muon.saved_state import OwnerState
 
 # ---- look: which matrices have a gradient, and whether gradients are finite ----------------------------------------
 #
