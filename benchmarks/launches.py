@@ -17,7 +17,7 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.exchange.run import Exchange
 from deepspeed.muon.forecast import Layout, StepPart, group_specs, lay_out
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Tiles, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, RunKernels, Tiles, Workspace
 from deepspeed.muon.math import adamw
 from deepspeed.muon.saved_state import OwnerState
 from deepspeed.muon.step import PartitionStep, StepContext, StepValues, bind_partition, without_gradient
@@ -80,7 +80,7 @@ class Count(TorchDispatchMode):
         return result
 
 
-def with_triton(count: Count) -> Operations:
+def with_triton(count: Count) -> KernelSet:
     """The table of operations on a GPU with Triton, whose kernels count and compute nothing."""
 
     def launching(name: str, number: int = 1) -> Callable[..., None]:
@@ -93,9 +93,9 @@ def with_triton(count: Count) -> Operations:
     def tiles(runs: Any, device: torch.device) -> Tiles:
         return Tiles(torch.empty(0, 3, device=device), are_aligned=True)
 
-    runs = RunOperations(lambda tensor: True, tiles, launching("advance_runs"), launching("apply_runs_"))
+    runs = RunKernels(lambda tensor: True, tiles, launching("advance_runs"), launching("apply_runs_"))
     kernels = {"advance": launching("advance"), "apply_": launching("apply_"), "normalize": normalize, "runs": runs}
-    return dataclasses.replace(kernel_set.OPERATIONS, name="triton", **kernels)
+    return dataclasses.replace(kernel_set.TORCH, name="triton", **kernels)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ def flat(part: StepPart) -> Tensor:
     return tensor
 
 
-def bound(index: int, part: StepPart, config: MuonConfig, kernels: Operations, **counters: Any) -> PartitionStep:
+def bound(index: int, part: StepPart, config: MuonConfig, kernels: KernelSet, **counters: Any) -> PartitionStep:
     """The planned step of rank 0."""
     wire = torch.bfloat16
     exchange = Counted("simulated", wire, META, Workspace(), **counters)
@@ -139,7 +139,7 @@ def bound(index: int, part: StepPart, config: MuonConfig, kernels: Operations, *
 def counted(model: nn.Module, stage: int, triton: bool, ranks: int = RANKS) -> tuple[Count, Counter[str], int]:
     """The launches of rank 0's optimizer step, its collectives, and the number of buckets."""
     config, count, collectives = parse({"lr": 0.02}), Count(), Counter[str]()
-    kernels = with_triton(count) if triton else kernel_set.OPERATIONS
+    kernels = with_triton(count) if triton else kernel_set.TORCH
     groups = group_specs(model, config, "fp16", "cuda")
     parts = lay_out(groups, Layout(stage, ranks))
     muon = [part for part in parts if part.group.use_muon]

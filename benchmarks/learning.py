@@ -68,7 +68,7 @@ def rank(arguments: list[str], variant: str, nearest: bool) -> None:
 
         kernel_set.round_ = lambda target, source, noise, spare: target.copy_(source)
         kernel_set.noise = lambda out, spare, key, first: out.fill_(2**15)
-        selection.choose = lambda unavailable: kernel_set.OPERATIONS  # type: ignore[attr-defined]
+        selection.choose = lambda unavailable: kernel_set.TORCH  # type: ignore[attr-defined]
     train = example.train
 
     def checked(engine: Any, *rest: Any) -> None:

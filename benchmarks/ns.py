@@ -11,7 +11,7 @@ from benchmarks import report
 from benchmarks.rates import DTYPES, Rates, alternate, measure, summary
 from benchmarks.roofline import has_symmetric, least_flops
 from deepspeed.muon.kernels import kernel_set, selection, triton_table
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
 
@@ -30,18 +30,18 @@ class Candidate(NamedTuple):
     run: Callable[[Tensor], Tensor]
 
 
-def tables(device: str) -> dict[str, Operations]:
+def tables(device: str) -> dict[str, KernelSet]:
     """Our tables of operations that run here by name, the fastest last."""
-    found = {"torch": kernel_set.OPERATIONS}
+    found = {"torch": kernel_set.TORCH}
     if device == "cpu":
         table = selection.choose(selection.unavailable_kernels("auto", ["cpu"]))
-        return found if table is kernel_set.OPERATIONS else found | {"C++": table}
+        return found if table is kernel_set.TORCH else found | {"C++": table}
     if triton_table.unavailable() is None:
-        found["triton"] = triton_table.operations(kernel_set.OPERATIONS)
+        found["triton"] = triton_table.operations(kernel_set.TORCH)
     return found
 
 
-def ours(table: Operations, method: str, dtype: str) -> Callable[[Tensor], Tensor]:
+def ours(table: KernelSet, method: str, dtype: str) -> Callable[[Tensor], Tensor]:
     """Our iteration, with a workspace that is kept from call to call."""
     work = Workspace()
     return lambda x: orthogonalize(x, SIMPLE, method, DTYPES[dtype], work, table)

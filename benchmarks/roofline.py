@@ -17,7 +17,7 @@ from typing import NamedTuple
 from benchmarks.rates import DTYPES, Rates
 from deepspeed.muon.forecast import GroupSpec, lay_out, step_cost
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations
+from deepspeed.muon.kernels.kernel_set import KernelSet
 from deepspeed.muon.layout.block import Block
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import flops, method_of
@@ -50,7 +50,7 @@ def least_flops(rows: int, cols: int, method: str = "auto", dtype: str = "bf16",
     return flops(rows, cols, SIMPLE, method, dtype, 0.5 if symmetric else 1.0)
 
 
-def has_symmetric(kernels: Operations) -> bool:
+def has_symmetric(kernels: KernelSet) -> bool:
     """Whether a table computes symmetric products by a kernel of its own."""
     return kernels.square is not kernel_set.square
 

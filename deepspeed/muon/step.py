@@ -31,7 +31,7 @@ from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.exchange.plan import Plan, cost_model, plan_partition, without_collector
 from deepspeed.muon.exchange.run import BucketBuffers, Exchange, copy_from_grid, copy_to_grid, grid_view
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Tiles
+from deepspeed.muon.kernels.kernel_set import KernelSet, RunKernels, Tiles
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.math.coefficients import Schedule
@@ -323,8 +323,8 @@ class PartitionStep:
     plan: Plan
     exchange: Exchange
     newton_schulz: NewtonSchulz
-    kernels: Operations
-    multi_run_kernels: RunOperations | None
+    kernels: KernelSet
+    multi_run_kernels: RunKernels | None
     scale: Callable[[int, int], float]
     settings: str
     sharers: int
@@ -634,7 +634,7 @@ class StepContext:
     """
 
     is_logging: bool = True
-    kernels: Operations = kernel_set.OPERATIONS
+    kernels: KernelSet = kernel_set.TORCH
     dtype: str = "fp32"
     unavailable: Unavailable = field(default_factory=dict)
     threads: int | None = None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that a step spends its time in. A table of them is one implementation: plain PyTorch, C++ or Triton."""
+"""The kernels that a step spends its time in. A kernel set is one implementation: plain PyTorch, C++ or Triton."""

@@ -119,7 +119,7 @@ class Tiles(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunOperations:
+class RunKernels:
     """The kernels that do ``advance`` and ``apply_`` for many runs (see :class:`Tiles`) of a flat shard in one launch.
 
     ``fits(tensor)`` returns whether they support its device, dtype and layout. ``tiles``, ``advance_runs`` and
@@ -133,8 +133,8 @@ class RunOperations:
 
 
 @dataclass(frozen=True)
-class Operations:
-    """A table of kernels: one implementation, such as Triton's, of every operation in which a step spends its time.
+class KernelSet:
+    """A kernel set: one implementation, such as Triton's, of every operation in which a step spends its time.
 
     The functions of the same names in this file describe the operations. An elementwise result depends only on
     its element, not on where a slice begins, its length or the number of threads, so bits do not depend on how a matrix
@@ -157,7 +157,7 @@ class Operations:
     #: The dtype of the fastest products on this CPU.
     fast_dtype: str = "fp32"
     #: ``None`` on devices where launches are cheap; each run then has its own launch.
-    runs: RunOperations | None = None
+    runs: RunKernels | None = None
 
 
 #: Number of elements that are processed at a time if temporaries are needed: on a CPU they fit in its cache, elsewhere
@@ -385,7 +385,7 @@ def multiply(p: Tensor, x: Tensor, out: Tensor, work: Workspace, shift: float = 
     return out
 
 
-OPERATIONS = Operations(
+TORCH = KernelSet(
     name="torch",
     advance=advance,
     advance_rounded=advance_rounded,
@@ -400,8 +400,8 @@ OPERATIONS = Operations(
     multiply=multiply,
 )
 
-#: The reference against which other tables' ``runs`` are tested. It calls a kernel for each run, so no table uses it.
-RUNS = RunOperations(fits=lambda tensor: True, tiles=tiles, advance=advance_runs, apply_=apply_runs_)
+#: The reference for the ``runs`` of other kernel sets, which it is tested against: it calls a kernel for each run.
+RUNS = RunKernels(fits=lambda tensor: True, tiles=tiles, advance=advance_runs, apply_=apply_runs_)
 
 
 class _Setting(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The :class:`Operations` that run the C++ kernels for the CPU."""
+"""The :class:`KernelSet` that run the C++ kernels for the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import KernelError
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 
 
 class Apart(NamedTuple):
@@ -28,13 +28,13 @@ class Apart(NamedTuple):
 
 
 @functools.cache
-def operations() -> Operations:
+def operations() -> KernelSet:
     """Return the C++ kernels for the CPU. The first call in a process loads them and, if necessary, builds them.
 
     Raises:
         KernelError: there is no compiler, the build failed, or another process has been building for too long.
     """
-    return table(_load())
+    return kernels_of(_load())
 
 
 def unavailable() -> str | None:
@@ -57,8 +57,8 @@ def _load() -> Any:
         raise KernelError(line + needs) from error
 
 
-def table(module: Any) -> Operations:
-    """Return the functions of a built C++ module as :class:`Operations`.
+def kernels_of(module: Any) -> KernelSet:
+    """Return the functions of a built C++ module as :class:`KernelSet`.
 
     Calls that the module does not support, such as those with GPU tensors, go to plain PyTorch.
     """
@@ -90,7 +90,7 @@ def table(module: Any) -> Operations:
     def multiply(p: Any, x: Tensor, out: Tensor, work: Workspace, shift: float = 0.0) -> Tensor:
         return out if module.multiply(_parts(p), x, out, shift) else kernel_set.multiply(p, x, out, work, shift)
 
-    return Operations(
+    return KernelSet(
         name=f"C++ ({module.cpu_capability})",
         advance=without_workspace("advance"),
         advance_rounded=without_workspace("advance_rounded"),

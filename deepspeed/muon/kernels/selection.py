@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed.muon.kernels import kernel_set, native, triton_table
-from deepspeed.muon.kernels.kernel_set import Operations
+from deepspeed.muon.kernels.kernel_set import KernelSet
 
 #: Device type -> why its fast kernels cannot be used; ``None`` if they can.
 Unavailable = dict[str, str | None]
@@ -37,13 +37,13 @@ def _is_usable(unavailable: Unavailable, kind: str) -> bool:
     return kind in unavailable and unavailable[kind] is None
 
 
-def choose(unavailable: Unavailable) -> Operations:
-    """Return one table of the fastest usable kernels, given what :func:`unavailable_kernels` returned.
+def choose(unavailable: Unavailable) -> KernelSet:
+    """Return the kernel set of the fastest usable kernels, given what :func:`unavailable_kernels` returned.
 
     Each call of an operation runs the kernel for the device of its tensors.
     """
-    table = native.operations() if _is_usable(unavailable, "cpu") else kernel_set.OPERATIONS
-    return triton_table.operations(table) if _is_usable(unavailable, "cuda") else table
+    kernels = native.operations() if _is_usable(unavailable, "cpu") else kernel_set.TORCH
+    return triton_table.operations(kernels) if _is_usable(unavailable, "cuda") else kernels
 
 
 def fast_dtype(device_type: str, unavailable: Unavailable) -> str:
@@ -61,10 +61,10 @@ def fast_dtype(device_type: str, unavailable: Unavailable) -> str:
     return "fp16" if not is_known or accelerator.is_fp16_supported() else "fp32"
 
 
-def summary(table: Operations, unavailable: Unavailable) -> str:
-    """Return the name of ``table`` for the log, such as ``torch (faster kernels are not used; cpu: no compiler)``.
+def summary(kernels: KernelSet, unavailable: Unavailable) -> str:
+    """Return the name of ``kernels`` for the log, such as ``torch (faster kernels are not used; cpu: no compiler)``.
 
     ``unavailable``: what :func:`unavailable_kernels` returned.
     """
     reasons = [f"{kind}: {reason}" for kind, reason in unavailable.items() if reason]
-    return f"{table.name} (faster kernels are not used; {'; '.join(reasons)})" if reasons else table.name
+    return f"{kernels.name} (faster kernels are not used; {'; '.join(reasons)})" if reasons else kernels.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The :class:`Operations` that run Triton kernels on GPUs. The module imports without Triton."""
+"""The :class:`KernelSet` that run Triton kernels on GPUs. The module imports without Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations, RunOperations, Workspace, fixed_numerics
+from deepspeed.muon.kernels.kernel_set import KernelSet, RunKernels, Workspace, fixed_numerics
 from deepspeed.muon.kernels.rounding import block_count
 
 FP32, BF16, INT8 = (torch.float32,), (torch.bfloat16,), (torch.int8,)
@@ -34,19 +34,19 @@ def unavailable() -> str | None:
         return "no NVIDIA or AMD GPU"
     if not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than Ampere"
-    reason = why_wrong(lambda: operations(kernel_set.OPERATIONS))
+    reason = why_wrong(lambda: operations(kernel_set.TORCH))
     return reason and f"Triton's kernels fail: {reason}"
 
 
 @fixed_numerics()
-def why_wrong(build: Callable[[], Operations]) -> str | None:
+def why_wrong(build: Callable[[], KernelSet]) -> str | None:
     """Check the kernels that ``build()`` returns on this process's GPU. Return why they fail; ``None`` if they work.
 
     The reason is one line: an error of any type that ``build`` or a kernel raised, or the name of a kernel whose result
     differs from plain PyTorch's. This also compiles the kernels before the first step.
     """
     try:
-        found, expected = _results(build()), _results(kernel_set.OPERATIONS)
+        found, expected = _results(build()), _results(kernel_set.TORCH)
         for name, result in found.items():
             difference = float((result - expected[name]).norm() / expected[name].norm())
             if not difference <= TOLERANCE:
@@ -57,41 +57,41 @@ def why_wrong(build: Callable[[], Operations]) -> str | None:
     return None
 
 
-def _results(table: Operations) -> dict[str, Tensor]:
-    """Run every elementwise kernel of ``table`` on random input, and return {name: result in fp32}."""
+def _results(kernels: KernelSet) -> dict[str, Tensor]:
+    """Run every elementwise kernel of ``kernels`` on random input, and return {name: result in fp32}."""
     work, results = Workspace(), {}
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float32, device="cpu").to(DEVICE)
     param, grad = x.flatten().clone(), x.flatten().flip(0)
     out = torch.empty(x.numel(), dtype=torch.bfloat16, device=DEVICE)
 
-    table.advance(param, grad, out, 0.9, True, work)
+    kernels.advance(param, grad, out, 0.9, True, work)
     results["advance"] = torch.cat([param, out.float()])
     kept = param.bfloat16()
-    table.advance_rounded(kept, grad, out, 0.9, True, (1, 2), 0, work)
+    kernels.advance_rounded(kept, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_rounded"] = torch.cat([kept.float(), out.float()])
-    table.copy_rounded(kept, param, (1, 2), 0, work)
+    kernels.copy_rounded(kept, param, (1, 2), 0, work)
     results["copy_rounded"] = kept.float()
     codes = torch.zeros(param.numel(), dtype=torch.int8, device=DEVICE)
     absmax = torch.zeros(block_count(param.numel()), dtype=torch.float32, device=DEVICE)
-    table.advance_codes(codes, absmax, grad, out, 0.9, True, (1, 2), 0, work)
+    kernels.advance_codes(codes, absmax, grad, out, 0.9, True, (1, 2), 0, work)
     results["advance_codes"] = torch.cat([codes.float(), absmax, out.float()])
     for name, cautious in (("apply_", False), ("cautious apply_", True)):
-        table.apply_(param, out, 0.1, 0.7, 5.0, cautious, work)
+        kernels.apply_(param, out, 0.1, 0.7, 5.0, cautious, work)
         results[name] = param.clone()
-    runs, half = table.runs or kernel_set.RUNS, param.numel() // 2
+    runs, half = kernels.runs or kernel_set.RUNS, param.numel() // 2
     tiles = runs.tiles([(0, half, half), (half, 0, half)], param.device)
     runs.advance(param, grad, out, tiles, 0.9, True)
     results["advance of runs"] = torch.cat([param, out.float()])
     for name, cautious in (("apply_ of runs", False), ("cautious apply_ of runs", True)):
         runs.apply_(param, out, tiles, 0.1, 0.7, 5.0, cautious)
         results[name] = param.clone()
-    results["normalize"] = table.normalize(x.bfloat16(), torch.empty_like(x, dtype=torch.float16)).float()
+    results["normalize"] = kernels.normalize(x.bfloat16(), torch.empty_like(x, dtype=torch.float16)).float()
     return results
 
 
-def operations(other: Operations) -> Operations:
-    """Return the Triton kernels. Calls that they do not support go to the kernels of the table ``other``.
+def operations(other: KernelSet) -> KernelSet:
+    """Return the Triton kernels. Calls that they do not support go to those of the kernel set ``other``.
 
     Examples are calls with tensors that are not on a GPU or have other dtypes, and all matrix products.
 
@@ -108,9 +108,7 @@ def operations(other: Operations) -> Operations:
         advance_codes=_either(_takes(INT8), passes.advance_codes, other.advance_codes),
         apply_=_either(_takes(FLOATS), passes.apply_, other.apply_),
         normalize=_either(_takes(FLOATS), passes.normalize, other.normalize),
-        runs=RunOperations(
-            fits=_takes(FP32), tiles=passes.tiles, advance=passes.advance_runs, apply_=passes.apply_runs_
-        ),
+        runs=RunKernels(fits=_takes(FP32), tiles=passes.tiles, advance=passes.advance_runs, apply_=passes.apply_runs_),
     )
 
 

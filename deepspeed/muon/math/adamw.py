@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.math.momentum_storage import Fragment
 from deepspeed.muon.math.wide_arithmetic import in_fp32
@@ -87,7 +87,7 @@ def step_in_bf16(
     group: Mapping[str, Any],
     decoupled: bool,
     fragments: Sequence[Fragment],
-    kernels: Operations,
+    kernels: KernelSet,
     work: Workspace,
 ) -> None:
     """Make one step of AdamW or Adam in fp32 for a contiguous bf16 tensor; round weights and moments stochastically.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace, matrices_together
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace, matrices_together
 from deepspeed.muon.math.coefficients import Schedule, for_larger_norm, segments
 
 METHODS = ("standard", "gram")
@@ -106,7 +106,7 @@ def orthogonalize(
     method: str = "standard",
     dtype: torch.dtype | None = None,
     work: Workspace | None = None,
-    kernels: Operations = kernel_set.OPERATIONS,
+    kernels: KernelSet = kernel_set.TORCH,
 ) -> Tensor:
     """Orthogonalize each matrix of a batch in place: replace every singular value by a value near one.
 
@@ -142,7 +142,7 @@ def orthogonalize(
     return x
 
 
-def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: Operations) -> Tensor:
+def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, kernels: KernelSet) -> Tensor:
     gram, factor = (kernels.symmetric(name, x, work) for name in SYMMETRIC["standard"])
     for a, b, c in schedule:
         kernels.square(x, gram, work)
@@ -152,7 +152,7 @@ def _standard(x: Tensor, spare: Tensor, schedule: Schedule, work: Workspace, ker
 
 
 def _gram(
-    x: Tensor, spare: Tensor, schedule: Schedule, lengths: Sequence[int], work: Workspace, kernels: Operations
+    x: Tensor, spare: Tensor, schedule: Schedule, lengths: Sequence[int], work: Workspace, kernels: KernelSet
 ) -> Tensor:
     r, factor, q, spare_small = (kernels.symmetric(name, x, work) for name in SYMMETRIC["gram"])
     step = 0

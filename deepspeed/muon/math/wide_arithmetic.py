@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels.kernel_set import CHUNK, Operations, Workspace, chunks, is_accelerator
+from deepspeed.muon.kernels.kernel_set import CHUNK, KernelSet, Workspace, chunks, is_accelerator
 from deepspeed.muon.kernels.rounding import Key
 
 #: Elements processed at a time on a CPU: they fit in its caches, and are enough work for all of its threads.
@@ -51,7 +51,7 @@ def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
 
 
 def in_fp32(
-    tensors: Sequence[Tensor], keys: Sequence[Key], first: int, kernels: Operations, work: Workspace
+    tensors: Sequence[Tensor], keys: Sequence[Key], first: int, kernels: KernelSet, work: Workspace
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield (slice, fp32 copies of this slice of each tensor) for each chunk of some bf16 tensors.
 

@@ -17,7 +17,7 @@ from deepspeed.muon.exchange.groups import all_maxima
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import grid_view
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.layout.block import Piece
 from deepspeed.muon.qk_clip.logits import Factors, clip_factors
@@ -168,7 +168,7 @@ class QKClip:
             )
 
     def apply(
-        self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str], *, kernels: Operations, work: Workspace
+        self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str], *, kernels: KernelSet, work: Workspace
     ) -> None:
         """Scale the weights of heads whose logits are too large. Call it right after ``tensors`` have been updated.
 

@@ -119,7 +119,7 @@ def test_json_is_one_object_with_stable_keys(plan: Command) -> None:
     assert [len(row["owners"]) for row in rows if row["rule"] == "Muon"] == [1] * 12
 
 
-#: Operations of Newton-Schulz for one matrix of 256 x 64 by `gram`: in fp32, with the C++ kernels and plain PyTorch's;
+#: KernelSet of Newton-Schulz for one matrix of 256 x 64 by `gram`: in fp32, with the C++ kernels and plain PyTorch's;
 #: on an accelerator in fp16, where libraries compute products whole.
 TRIANGLE, WHOLE, ACCELERATOR = (64**3 * (4 * wide + small) for wide, small in ((6, 14), (8, 28), (8, 28)))
 #: Parameters of embedding, head and layers.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import kernel_set, native, triton_table
 from deepspeed.muon.kernels.builder import MuonBuilder
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import key_of
 
 has_triton = importlib.util.find_spec("triton") is not None and Version(version("triton")) >= Version("3.4")
@@ -28,16 +28,16 @@ needs_triton = pytest.mark.skipif(not has_triton, reason="triton 3.4 or later is
 Interpret = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 #: The names of all operations that a kernel set must have.
-OPERATIONS = [field.name for field in dataclasses.fields(Operations) if "Callable" in field.type]
+OPERATIONS = [field.name for field in dataclasses.fields(KernelSet) if "Callable" in field.type]
 
 
-def interpreted_table() -> Operations:
+def interpreted_table() -> KernelSet:
     """Return Triton's kernel set, made to accept CPU tensors."""
     import triton
 
     assert triton.knobs.runtime.interpret
     triton_table.is_on_gpu = lambda tensor: True
-    return triton_table.operations(kernel_set.OPERATIONS)
+    return triton_table.operations(kernel_set.TORCH)
 
 
 def native_bf16() -> bool:
@@ -69,12 +69,12 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def is_interpreted(kernels: Operations) -> bool:
+def is_interpreted(kernels: KernelSet) -> bool:
     """Return whether a kernel set is Triton's, whose interpreter is slow and cuts fp32 to bf16 where a GPU rounds."""
     return kernels.name.startswith("triton")
 
 
-def native_only(monkeypatch: pytest.MonkeyPatch) -> Operations:
+def native_only(monkeypatch: pytest.MonkeyPatch) -> KernelSet:
     """Return the C++ kernel set, whose operations raise instead of falling back to plain PyTorch.
 
     Skip the test without a compiler, or if torch lacks the products that they need; any other failed build is an error.
@@ -106,7 +106,7 @@ def operands(numel: int, device: str = "cpu") -> dict[str, Tensor]:
     return tensors | {"rounded": tensors["buffer"].bfloat16(), "out": torch.zeros_like(tensors["grad"]).bfloat16()}
 
 
-def step(kernels: Operations, tensors: dict[str, Tensor], start: int = 0) -> None:
+def step(kernels: KernelSet, tensors: dict[str, Tensor], start: int = 0) -> None:
     """Call each elementwise operation. The element of index 0 in ``tensors`` has index ``start``."""
     work: Any = Workspace()
     buffer, grad, param, rounded, out = tensors.values()
@@ -117,7 +117,7 @@ def step(kernels: Operations, tensors: dict[str, Tensor], start: int = 0) -> Non
     kernels.apply_(param, out, 0.1, 0.7, 0.3, True, work)
 
 
-def check_slices(kernels: Operations, numel: int, cuts: tuple[int, ...], device: str = "cpu") -> None:
+def check_slices(kernels: KernelSet, numel: int, cuts: tuple[int, ...], device: str = "cpu") -> None:
     """Compare a step of slices, by one thread, with a step of all elements by two: equal bits."""
     whole, sliced = operands(numel, device), operands(numel, device)
     with threads(2):
@@ -135,7 +135,7 @@ BY = [(1.0, 0.0), (0.6, -1.7), (1.0, 2.5)]
 Symmetric = Tensor | native.Apart
 
 
-def room(kernels: Operations, x: Tensor) -> Symmetric:
+def room(kernels: KernelSet, x: Tensor) -> Symmetric:
     """Return room for ``x x^T`` as the iteration has it. What is not written stays NaN."""
     out = kernels.symmetric("out", x, Workspace())
     for part in parts(out):
@@ -178,7 +178,7 @@ def assert_is(actual: Symmetric, expected: Tensor, tolerance: float, diagonal: f
     torch.testing.assert_close(rest.double(), expected, rtol=2 * tolerance, atol=2 * tolerance * scale)
 
 
-def check_square(kernels: Operations, x: Tensor, tolerance: float) -> Symmetric:
+def check_square(kernels: KernelSet, x: Tensor, tolerance: float) -> Symmetric:
     """Compare ``x x^T`` with fp64, and return it."""
     kept, out = x.clone(), room(kernels, x)
     kernels.square(x, out, Workspace())
@@ -187,7 +187,7 @@ def check_square(kernels: Operations, x: Tensor, tolerance: float) -> Symmetric:
     return out
 
 
-def check_product(kernels: Operations, like: Symmetric, same: bool, tolerance: float) -> Symmetric:
+def check_product(kernels: KernelSet, like: Symmetric, same: bool, tolerance: float) -> Symmetric:
     """Compare ``alpha a b + beta a`` of two matrices, or of one with itself, with fp64. Return the last."""
     a = near_identity(like, 3.0, 1)
     b = a if same else near_identity(like, -1.0, 2)
@@ -200,7 +200,7 @@ def check_product(kernels: Operations, like: Symmetric, same: bool, tolerance: f
     return out
 
 
-def check_multiply(kernels: Operations, x: Tensor, like: Symmetric, tolerance: float) -> None:
+def check_multiply(kernels: KernelSet, x: Tensor, like: Symmetric, tolerance: float) -> None:
     """Compare ``p x + shift x`` with fp64."""
     p, kept = near_identity(like, 3.0, 1), x.clone()
     for shift in (0.0, -2.5):

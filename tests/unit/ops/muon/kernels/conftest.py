@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations
+from deepspeed.muon.kernels.kernel_set import KernelSet
 from helpers.kernels import has_triton, native_only, with_interpreted
 
 On = Callable[..., Any]
 
 
 @pytest.fixture(params=["torch", "native"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operations:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KernelSet:
     """The kernel sets of a CPU."""
-    return kernel_set.OPERATIONS if request.param == "torch" else native_only(monkeypatch)
+    return kernel_set.TORCH if request.param == "torch" else native_only(monkeypatch)
 
 
 @pytest.fixture(params=["torch", "native", "triton"])
@@ -26,5 +26,5 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, interpre
         if not has_triton:
             pytest.skip("triton 3.4 or later is not installed")
         return lambda check, **kwargs: interpret(with_interpreted, check=check, **kwargs)
-    table = kernel_set.OPERATIONS if request.param == "torch" else native_only(monkeypatch)
+    table = kernel_set.TORCH if request.param == "torch" else native_only(monkeypatch)
     return lambda check, **kwargs: check(table, **kwargs)

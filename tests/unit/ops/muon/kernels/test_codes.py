@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import kernel_set
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import BLOCK, LEVELS, SMALLEST, block_count, decode, encode, key_of, noise
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, Blocks, Rows, zero_codes
 from helpers.kernels import FLOATS, is_interpreted, randn, relative
@@ -109,7 +109,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 @pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
-def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_dtype: torch.dtype) -> None:
+def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: KernelSet, grad_dtype: torch.dtype) -> None:
     """The input of Newton-Schulz is that of the unrounded momentum, whose codes are those of the definition."""
     for numel in SIZES:
         state, grad = encoded(randn(numel)), randn(numel, seed=1, dtype=grad_dtype)
@@ -124,7 +124,7 @@ def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_d
                 assert kept[0].equal(codes) and kept[1].equal(absmax), numel
 
 
-def codes_as_the_twin(kernels: Operations, numel: int, first: int, dtype: torch.dtype) -> None:
+def codes_as_the_twin(kernels: KernelSet, numel: int, first: int, dtype: torch.dtype) -> None:
     """Averages with weight 1/4 of such values are rounded once in any arithmetic. Some blocks become too small."""
     codes = torch.randint(-127, 128, (numel,), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     absmax = torch.exp2(torch.arange(block_count(codes.numel())) * 7 % 30 - 15.0)
@@ -134,7 +134,7 @@ def codes_as_the_twin(kernels: Operations, numel: int, first: int, dtype: torch.
         absmax[block : block + 1] = magnitude
         grad[block * BLOCK : (block + 1) * BLOCK if block < 8 else 0] = 0.0
     found = []
-    for table in (kernel_set.OPERATIONS, kernels):
+    for table in (kernel_set.TORCH, kernels):
         out, state = torch.empty(2, numel), (codes.clone(), absmax.clone())
         for nesterov in (False, True):
             key = key_of("w", 3 + nesterov)
@@ -151,7 +151,7 @@ def test_the_codes_are_the_twins(on: Any, numel: int, first: int, dtype: torch.d
     on(codes_as_the_twin, numel=numel, first=first, dtype=dtype)
 
 
-def step_in_slices(kernels: Operations) -> None:
+def step_in_slices(kernels: KernelSet) -> None:
     numel = 6000 if is_interpreted(kernels) else LONG
     state, grad, (whole, parts) = encoded(randn(numel)), randn(numel, seed=1), torch.empty(2, numel)
     sliced = [part.clone() for part in state]

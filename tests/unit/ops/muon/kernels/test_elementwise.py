@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import kernel_set, native
 from deepspeed.muon.kernels.builder import MuonBuilder
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import block_count, key_of, noise, round_
 from helpers.kernels import (
     FLOATS,
@@ -41,16 +41,16 @@ MAX = torch.finfo(torch.bfloat16).max
 SIZES = [1, 15, 16, 33, 1000, 2**17 + 13]
 
 
-def sizes(kernels: Operations) -> list[int]:
+def sizes(kernels: KernelSet) -> list[int]:
     return [1, 2049] if is_interpreted(kernels) else SIZES
 
 
-def update_dtypes(kernels: Operations) -> list[torch.dtype]:
+def update_dtypes(kernels: KernelSet) -> list[torch.dtype]:
     """Those of what is orthogonalized; C++ has no fp16 there."""
     return FLOATS if is_interpreted(kernels) else [torch.float32, torch.bfloat16]
 
 
-def assert_equals(kernels: Operations, actual: Tensor, expected: Tensor) -> None:
+def assert_equals(kernels: KernelSet, actual: Tensor, expected: Tensor) -> None:
     """To a few roundings of fp32, or one of 16 bits."""
     bf16 = 2.0**-7 if is_interpreted(kernels) else 2.0**-8
     tolerance = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: bf16}[actual.dtype]
@@ -61,7 +61,7 @@ def assert_equals(kernels: Operations, actual: Tensor, expected: Tensor) -> None
 # ---- advance ----------------------------------------------------------------------------------------------
 
 
-def average(kernels: Operations, grad_dtype: torch.dtype) -> None:
+def average(kernels: KernelSet, grad_dtype: torch.dtype) -> None:
     momenta = [0.3, 0.95] if is_interpreted(kernels) else [0.0, 0.3, 0.5, 0.95, 0.999]
     cases = itertools.product(sizes(kernels), update_dtypes(kernels), (True, False), momenta)
     for numel, out_dtype, nesterov, momentum in cases:
@@ -85,7 +85,7 @@ def test_momentum_is_an_average(on: Any, grad_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
-def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_dtype: torch.dtype) -> None:
+def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: KernelSet, grad_dtype: torch.dtype) -> None:
     """Over several chunks, from an element in the middle; the look-ahead is that of the unrounded momentum."""
     numel = 2 * kernel_set.CPU_CHUNK + 1000
     start, grad, out = randn(numel), randn(numel, seed=1, dtype=grad_dtype), torch.empty(numel)
@@ -102,7 +102,7 @@ def test_a_step_is_computed_in_fp32_and_kept_rounded(kernels: Operations, grad_d
         assert part.equal(buffer[1001:]), "where chunks begin changes nothing"
 
 
-def round_as_the_twin(kernels: Operations, name: str, step: int, first: int) -> None:
+def round_as_the_twin(kernels: KernelSet, name: str, step: int, first: int) -> None:
     """Averages of these with weight 1/4 are rounded once in any arithmetic, so that the noise alone decides."""
     normal = randn(3000).bfloat16().float()
     start = torch.cat([normal, torch.tensor([0.0, -0.0, 0.0, MAX, -MAX, 0.0])])
@@ -111,7 +111,7 @@ def round_as_the_twin(kernels: Operations, name: str, step: int, first: int) -> 
     outs = torch.empty(2, start.numel())
     for nesterov in (True, False):
         twin, ours = start.bfloat16(), start.bfloat16()
-        for table, kept, out in ((kernel_set.OPERATIONS, twin, outs[0]), (kernels, ours, outs[1])):
+        for table, kept, out in ((kernel_set.TORCH, twin, outs[0]), (kernels, ours, outs[1])):
             table.advance_rounded(kept, grad, out, 0.75, nesterov, key_of(name, step), first, Workspace())
         assert ours.view(torch.int16).equal(twin.view(torch.int16))
         assert outs[0, :-1].equal(outs[1, :-1])
@@ -125,7 +125,7 @@ def test_a_rounded_momentum_has_the_twins_bits(on: Any, first: int) -> None:
         on(round_as_the_twin, name=name, step=first % 1000 + 1, first=first)
 
 
-def test_a_copy_is_rounded_with_the_same_random_numbers(kernels: Operations) -> None:
+def test_a_copy_is_rounded_with_the_same_random_numbers(kernels: KernelSet) -> None:
     numel = 2 * kernel_set.CPU_CHUNK + 1000
     source, key = randn(numel), key_of("w", 3)
     bits, spare = torch.empty(2, numel, dtype=torch.int32)
@@ -140,7 +140,7 @@ def test_a_copy_is_rounded_with_the_same_random_numbers(kernels: Operations) -> 
 # ---- apply_ -----------------------------------------------------------------------------------------------
 
 
-def decay_and_update(kernels: Operations, lr: float) -> None:
+def decay_and_update(kernels: KernelSet, lr: float) -> None:
     """The decay by the unscaled rate, before the update."""
     decays = [(0.0, False), (0.1, False), (0.1, True), (0.0, True)]
     for numel, (weight_decay, cautious), dtype in itertools.product(sizes(kernels), decays, update_dtypes(kernels)):
@@ -159,7 +159,7 @@ def test_decay_and_update(on: Any, lr: float) -> None:
     on(decay_and_update, lr=lr)
 
 
-def decay_cautiously(kernels: Operations) -> None:
+def decay_cautiously(kernels: KernelSet) -> None:
     param, update = torch.tensor([2.0, -2.0, 0.0, 1e-30, 2.0]), torch.tensor([0.0, -0.0, 1.0, -1e-30, torch.nan])
     kernels.apply_(param, update, 0.5, 1.0, 1.0, True, Workspace())
     assert param[:4].tolist() == pytest.approx([1.0, -1.0, -0.5, 1.5e-30], rel=1e-6) and param[4].isnan()
@@ -170,7 +170,7 @@ def test_cautious_decay_of_zeros_and_of_what_would_underflow(on: Any) -> None:
     on(decay_cautiously)
 
 
-def test_autograd_sees_the_update(kernels: Operations) -> None:
+def test_autograd_sees_the_update(kernels: KernelSet) -> None:
     weight = randn(40).requires_grad_()
     loss = weight.square().sum()
     with torch.no_grad():
@@ -192,7 +192,7 @@ def exact(x: Tensor, norm: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norm_is_one_whatever_the_magnitude(kernels: Operations, dtype: torch.dtype) -> None:
+def test_norm_is_one_whatever_the_magnitude(kernels: KernelSet, dtype: torch.dtype) -> None:
     """A power of two changes no bit."""
     exponents = (-44, -42, -38, -30, -19, -3, 0, 8, 19, 25, 38) if dtype == torch.float32 else (-38, -30, -3, 0, 19, 38)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
@@ -211,7 +211,7 @@ def test_norm_is_one_whatever_the_magnitude(kernels: Operations, dtype: torch.dt
         assert kernels.normalize(scaled, scaled).equal(kernels.normalize(x.clone(), x.clone()))
 
 
-def normalize_extremes(kernels: Operations, dtype: torch.dtype) -> None:
+def normalize_extremes(kernels: KernelSet, dtype: torch.dtype) -> None:
     """Magnitudes whose squares leave fp32, parts of a matrix of very different magnitude, and zero.
 
     Subnormal numbers in fp32 alone: Triton's interpreter misreads those of bf16.
@@ -238,7 +238,7 @@ def test_extreme_matrices(on: Any, dtype: torch.dtype) -> None:
     on(normalize_extremes, dtype=dtype)
 
 
-def test_one_entry_and_its_extreme_neighbours(kernels: Operations) -> None:
+def test_one_entry_and_its_extreme_neighbours(kernels: KernelSet) -> None:
     x = torch.zeros(3, 4, 6)
     x[0, 2, 3], x[1, 1, 1], x[1, 0, 0], x[2, 3, 5] = -1e-44, 3e38, 1e-44, 1.2345
     kernels.normalize(x, x)
@@ -246,7 +246,7 @@ def test_one_entry_and_its_extreme_neighbours(kernels: Operations) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_neither_batches_nor_threads_change_a_bit(kernels: Operations, dtype: torch.dtype) -> None:
+def test_neither_batches_nor_threads_change_a_bit(kernels: KernelSet, dtype: torch.dtype) -> None:
     x = matrices((5, 301, 257), 1e-3, dtype)
     many, single = x.clone(), x.clone()
     with threads(2):
@@ -260,7 +260,7 @@ def test_neither_batches_nor_threads_change_a_bit(kernels: Operations, dtype: to
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_normalized_into_another_dtype(kernels: Operations, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+def test_normalized_into_another_dtype(kernels: KernelSet, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Rounded once, and only by the dtype of the result; a norm that is a power of two rounds nothing."""
     x, results = matrices((3, 33, 47), 1e-9, dtype), []
     for norm in (1.0, 16.0):
@@ -275,11 +275,11 @@ def test_normalized_into_another_dtype(kernels: Operations, dtype: torch.dtype, 
 # ---- every operation --------------------------------------------------------------------------------------
 
 
-def assert_twins(kernels: Operations, tensors: dict[str, Tensor]) -> None:
+def assert_twins(kernels: KernelSet, tensors: dict[str, Tensor]) -> None:
     """Every tensor after a step has the bits that PyTorch gives it."""
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     step(kernels, tensors)
-    step(kernel_set.OPERATIONS, expected)
+    step(kernel_set.TORCH, expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
@@ -323,7 +323,7 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
         assert_twins(native.operations(), tensors)
 
 
-def step_in_slices(kernels: Operations) -> None:
+def step_in_slices(kernels: KernelSet) -> None:
     if is_interpreted(kernels):
         check_slices(kernels, 6000, (0, 1, 78, 2500))
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.kernels import kernel_set, triton_table
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import block_count, key_of
 from deepspeed.muon.math.coefficients import schedule
 from deepspeed.muon.math.newton_schulz import orthogonalize
@@ -28,10 +28,10 @@ randn = functools.partial(helpers.randn, device=GPU)
 
 
 @pytest.fixture
-def kernels() -> Operations:
+def kernels() -> KernelSet:
     """Triton's table. A table that fails its check fails these tests, with the reason."""
     assert triton_table.unavailable() is None
-    return triton_table.operations(kernel_set.OPERATIONS)
+    return triton_table.operations(kernel_set.TORCH)
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
@@ -43,13 +43,13 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_elementwise_operations_are_those_of_the_cpu(kernels: Operations, dtype: torch.dtype) -> None:
+def test_elementwise_operations_are_those_of_the_cpu(kernels: KernelSet, dtype: torch.dtype) -> None:
     work, numel = Workspace(), 1_000_003
     tensors = operands(numel, GPU)
     tensors |= {"grad": tensors["grad"].to(dtype), "out": tensors["out"].float()}
     twins = {name: tensor.clone().cpu() for name, tensor in tensors.items()}
     step(kernels, tensors, 2**32 - 77)
-    step(kernel_set.OPERATIONS, twins, 2**32 - 77)
+    step(kernel_set.TORCH, twins, 2**32 - 77)
     for name, tensor in tensors.items():
         assert_near(tensor, twins[name])
     codes, magnitudes = torch.randint(-127, 128, (numel,), dtype=torch.int8), torch.rand(block_count(numel))
@@ -64,7 +64,7 @@ def test_elementwise_operations_are_those_of_the_cpu(kernels: Operations, dtype:
             assert_near(actual, expected)
 
 
-def test_slices_change_no_bit(kernels: Operations) -> None:
+def test_slices_change_no_bit(kernels: KernelSet) -> None:
     """Aligned or not, which decides how a kernel loads."""
     check_slices(kernels, 100_003, (0, 1, 77, 40_000), GPU)
 
@@ -73,7 +73,7 @@ def test_slices_change_no_bit(kernels: Operations) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_normalization(table: str, dtype: torch.dtype) -> None:
     """The plain table too: its norm must not be rounded to bf16."""
-    chosen = kernel_set.OPERATIONS if table == "torch" else triton_table.operations(kernel_set.OPERATIONS)
+    chosen = kernel_set.TORCH if table == "torch" else triton_table.operations(kernel_set.TORCH)
     given = randn(5, 300, 500).double()
     given *= torch.tensor([1.0, 1e-25, 1e18, 1e-39, 0.0], dtype=torch.float64, device=GPU)[:, None, None]
     given = given.to(dtype)
@@ -94,7 +94,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products(kernels: Operations, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_products(kernels: KernelSet, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Those of the vendor's library."""
     given = randn(*shape, dtype=dtype)
     for x in (given, given.mT):
@@ -107,7 +107,7 @@ def test_products(kernels: Operations, shape: tuple[int, int, int], dtype: torch
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
-def test_the_iteration_waits_for_nothing(kernels: Operations, method: str) -> None:
+def test_the_iteration_waits_for_nothing(kernels: KernelSet, method: str) -> None:
     x, work = randn(2, 528, 1040, dtype=torch.bfloat16), Workspace()
     exact = torch.stack([newton_schulz_fp64(matrix) for matrix in x.cpu()])
     for given, expected in ((x, exact), (x.mT.contiguous(), exact.mT)):

@@ -12,7 +12,7 @@ import torch
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import kernel_set, native, selection, triton_table
 from deepspeed.muon.kernels.builder import MuonBuilder
-from deepspeed.muon.kernels.kernel_set import Operations
+from deepspeed.muon.kernels.kernel_set import KernelSet
 from deepspeed.muon.zero.bind import _judge_kernels
 from helpers.distributed import run
 from helpers.logs import logged
@@ -27,12 +27,12 @@ needs_compiler = pytest.mark.skipif(not MuonBuilder().is_compatible(), reason="n
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     """Tables that are to be had but for a reason, and which name those below them."""
 
-    def over(name: str) -> Callable[[Operations], Operations]:
+    def over(name: str) -> Callable[[KernelSet], KernelSet]:
         return lambda other: dataclasses.replace(other, name=f"{name} + {other.name}")
 
     def install(cpu: str | None = None, cuda: str | None = None) -> None:
         monkeypatch.setattr(native, "unavailable", lambda: cpu)
-        monkeypatch.setattr(native, "operations", lambda: dataclasses.replace(kernel_set.OPERATIONS, name="C++"))
+        monkeypatch.setattr(native, "operations", lambda: dataclasses.replace(kernel_set.TORCH, name="C++"))
         monkeypatch.setattr(triton_table, "unavailable", lambda: cuda)
         monkeypatch.setattr(triton_table, "operations", over("triton"))
 
@@ -61,9 +61,9 @@ def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing:
     assert selection.summary(selection.choose(found), found) == text
     plain = selection.unavailable_kernels("torch", kinds)
     reason = 'optimizer.params.kernels is "torch"'
-    assert selection.choose(plain) is kernel_set.OPERATIONS
+    assert selection.choose(plain) is kernel_set.TORCH
     assert (
-        selection.summary(kernel_set.OPERATIONS, plain)
+        selection.summary(kernel_set.TORCH, plain)
         == f"torch (faster kernels are not used; {'; '.join(f'{k}: {reason}' for k in kinds)})"
     )
 
@@ -107,7 +107,7 @@ def test_a_cpu_takes_bf16_if_the_cpp_kernels_are_fast_in_it(
     fakes: Fakes, has_fast_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fakes()
-    table = dataclasses.replace(kernel_set.OPERATIONS, fast_dtype="bf16" if has_fast_bf16 else "fp32")
+    table = dataclasses.replace(kernel_set.TORCH, fast_dtype="bf16" if has_fast_bf16 else "fp32")
     monkeypatch.setattr(native, "operations", lambda: table)
     assert selection.fast_dtype("cpu", {"cpu": None}) == table.fast_dtype
     assert selection.fast_dtype("cpu", {"cpu": "no compiler"}) == "fp32"
@@ -141,7 +141,7 @@ def test_all_ranks_of_an_engine_have_one_table() -> None:
 def test_the_choice_without_an_engine(asked: str, name: str) -> None:
     net: Any = MODELS["mlp"]()
     optimizer = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS, kernels=asked)
-    assert optimizer.context.kernels is kernel_set.OPERATIONS, "nothing is built before the first step"
+    assert optimizer.context.kernels is kernel_set.TORCH, "nothing is built before the first step"
     net(*net.batch(0)).backward()
     optimizer.step()
     assert optimizer.context.kernels.name.startswith(name)

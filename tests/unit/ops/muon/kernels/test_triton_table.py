@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 from deepspeed.muon.kernels import kernel_set, triton_table
 from deepspeed.muon.kernels import triton_elementwise as elementwise
-from deepspeed.muon.kernels.kernel_set import Operations, Workspace
+from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from helpers.kernels import OPERATIONS, Interpret, interpreted_table, operands, randn, step
 
 # ---- what a table takes ---------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_tensors_of_the_cpu_go_to_the_other_table() -> None:
 
         return call
 
-    below = Operations("noted", *map(noted, OPERATIONS))
+    below = KernelSet("noted", *map(noted, OPERATIONS))
     table = triton_table.operations(below)
     assert table.name == "triton + noted"
     tensors, work, codes = operands(8), Workspace(), (torch.zeros(8, dtype=torch.int8), torch.zeros(1))
@@ -64,7 +64,7 @@ def test_no_number_of_matrices_is_too_many_for_a_grid(monkeypatch: pytest.Monkey
     for name in [name for name in vars(elementwise) if name.endswith("_kernel")]:
         monkeypatch.setattr(elementwise, name, launches)
     monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
-    x, table = torch.zeros(batch, 2, 3), triton_table.operations(kernel_set.OPERATIONS)
+    x, table = torch.zeros(batch, 2, 3), triton_table.operations(kernel_set.TORCH)
     assert table.normalize(x, x) is x
     counted = sum(grid[1] for grid in launches.grids if len(grid) > 1)
     assert counted == 2 * batch, "the two passes of the normalization that have a program for each part of a matrix"
@@ -93,7 +93,7 @@ def chosen() -> str:
     unavailable = selection.unavailable_kernels("auto", ["cuda"])
     table = selection.choose(unavailable)
     if unavailable["cuda"]:
-        assert table is kernel_set.OPERATIONS
+        assert table is kernel_set.TORCH
     return selection.summary(table, unavailable)
 
 
@@ -164,7 +164,7 @@ def checked() -> str | None:
     """Triton's own kernels, interpreted."""
     interpreted_table()
     triton_table.DEVICE, triton_table.SHAPE = "cpu", (32, 64)
-    return triton_table.why_wrong(lambda: triton_table.operations(kernel_set.OPERATIONS))
+    return triton_table.why_wrong(lambda: triton_table.operations(kernel_set.TORCH))
 
 
 def test_triton_passes_its_check(interpret: Interpret) -> None:

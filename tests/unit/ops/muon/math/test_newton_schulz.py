@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.kernels.kernel_set import OPERATIONS, Operations, normalize
+from deepspeed.muon.kernels.kernel_set import TORCH, KernelSet, normalize
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
 from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
 from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, NORM, exact_method, flops, method_of, orthogonalize
@@ -16,7 +16,7 @@ from helpers.kernels import native_bf16, relative
 from helpers.singular_values import SCHEDULES, SHAPES, generator, reference
 
 FASTEST = choose(unavailable_kernels("auto", ["cpu"]))
-KERNELS = {table.name: table for table in (OPERATIONS, FASTEST)}
+KERNELS = {table.name: table for table in (TORCH, FASTEST)}
 every_table = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 
 # ---- the definition -------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ every_table = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 @every_table
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("method", METHODS)
-def test_fp32_is_the_polynomial_of_singular_values(method: str, name: str, kernels: Operations) -> None:
+def test_fp32_is_the_polynomial_of_singular_values(method: str, name: str, kernels: KernelSet) -> None:
     """Of rows of unequal size."""
     for shape in SHAPES.values():
         x = torch.randn(shape, generator=generator(0)) * torch.logspace(-1, 1, shape[1])[:, None]
@@ -42,7 +42,7 @@ OF_A_LARGER_ONE = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 0.03}
 
 @every_table
 @pytest.mark.parametrize("method", METHODS)
-def test_every_shape_in_every_dtype(method: str, kernels: Operations) -> None:
+def test_every_shape_in_every_dtype(method: str, kernels: KernelSet) -> None:
     """The result replaces the matrix, and is rounded to its dtype once."""
     shapes = [*itertools.product(SIDES, SIDES), (48, 116)]
     for (rows, cols), wire in itertools.product(shapes, (torch.bfloat16, torch.float32)):
@@ -122,7 +122,7 @@ def recorded(rows: int, cols: int, seed: int) -> Tensor:
 
 
 def bf16_errors(
-    shape: tuple[int, int], make: Callable[[int, int, int], Tensor], seeds: int, kernels: Operations
+    shape: tuple[int, int], make: Callable[[int, int, int], Tensor], seeds: int, kernels: KernelSet
 ) -> tuple[float, float]:
     """Mean relative error to float64 of ours and of torch's, on the same bf16 matrices.
 
@@ -136,7 +136,7 @@ def bf16_errors(
         mantissa = 1 + torch.rand((), generator=generator(seed + 100))
         x = (mantissa * make(*shape, seed)).bfloat16()
         expected = reference(x[None], schedule("simple"))[0]
-        auto = "auto" if kernels is not OPERATIONS else exact_method("auto", "bf16", "cuda")
+        auto = "auto" if kernels is not TORCH else exact_method("auto", "bf16", "cuda")
         method = method_of(*shape, auto, schedule("simple"), "bf16")
         result = orthogonalize(x.clone()[None], schedule("simple"), method, kernels=kernels)[0]
         ours += relative(result, expected) / seeds
@@ -157,7 +157,7 @@ def test_bf16_is_as_accurate_as_torch(shape: tuple[int, int], make: Callable[[in
     larger ones less than torch's.
     """
     pytest.importorskip("torch.optim._muon")
-    for table in (OPERATIONS, FASTEST) if native_bf16() else (OPERATIONS,):
+    for table in (TORCH, FASTEST) if native_bf16() else (TORCH,):
         ours, torchs = bf16_errors(shape, make, 32 if max(shape) < 128 else 3, table)
         assert ours <= (1.15 if make is recorded else 1.05) * torchs, f"{table.name}: {ours:.4f}, torch's {torchs:.4f}"
 

@@ -60,7 +60,7 @@ def test_the_result_is_where_the_matrix_was(method: str, steps: int) -> None:
 def test_the_steady_state_allocates_nothing(method: str, dtype: torch.dtype) -> None:
     """By the C++ operations where the dtypes differ: PyTorch's division copies the matrix then."""
     work, kernels = Workspace(), choose(unavailable_kernels("auto", ["cpu"]))
-    if dtype == torch.bfloat16 and kernels is kernel_set.OPERATIONS:
+    if dtype == torch.bfloat16 and kernels is kernel_set.TORCH:
         pytest.skip("no C++ operations here")
     xs = [torch.randn(shape, generator=generator(0)).to(dtype) for shape in SHAPES.values()]
 
@@ -91,9 +91,9 @@ def test_a_cpu_works_on_few_large_matrices_at_a_time(monkeypatch: pytest.MonkeyP
 
     def normalize(part: Tensor, out: Tensor, norm: float) -> Tensor:
         counts.append(len(part))
-        return kernel_set.OPERATIONS.normalize(part, out, norm)
+        return kernel_set.TORCH.normalize(part, out, norm)
 
-    result = orthogonalize(x, VARIED, method, kernels=dataclasses.replace(kernel_set.OPERATIONS, normalize=normalize))
+    result = orthogonalize(x, VARIED, method, kernels=dataclasses.replace(kernel_set.TORCH, normalize=normalize))
     assert counts == [3, 3, 1]
     assert torch.equal(result, alone)
     monkeypatch.setattr(kernel_set, "CACHED_BYTES", 1)

@@ -77,7 +77,7 @@ def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.Monke
         initial = net.layers[1].weight.detach().clone()
         net.layers[1].weight.grad = None
         bind_without_sharding(optimizer, None)
-        kernels = dataclasses.replace(kernel_set.OPERATIONS, runs=runs)
+        kernels = dataclasses.replace(kernel_set.TORCH, runs=runs)
         optimizer.context = dataclasses.replace(optimizer.context, kernels=kernels)
         optimizer.bind(optimizer.all_partitions, optimizer.compute_device)
         optimizer.step()

@@ -52,7 +52,7 @@ def start(stage: int, bf16_on: tuple[bool, ...]) -> tuple[set[torch.dtype], list
     has_bf16 = bf16_on[torch.distributed.get_rank()]
     with pytest.MonkeyPatch.context() as patch, logged() as lines, calls() as made:
         patch.setattr(native, "unavailable", lambda: None)
-        table = replace(kernel_set.OPERATIONS, fast_dtype="bf16" if has_bf16 else "fp32")
+        table = replace(kernel_set.TORCH, fast_dtype="bf16" if has_bf16 else "fp32")
         patch.setattr(native, "operations", lambda: table)
         engine = build({"stage": stage, "optimizer": OPEN})
         train_engine(engine, 1)
