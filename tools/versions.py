@@ -37,7 +37,7 @@ SMOKE = (
     *(f"kernels/test_{name}.py" for name in ("builder", "elementwise", "products", "codes")),
 )
 MODELS = (
-    *(f"matrices/test_{name}.py" for name in ("routing", "routing_overrides", "splitting", "fused_layouts")),
+    *(f"model/test_{name}.py" for name in ("routing", "routing_overrides", "splitting", "fused_layouts")),
     *("cli/test_cli.py", "test_attention_watch.py", "examples/test_frameworks.py"),
     *(f"zero/test_{name}.py" for name in ("tensor_parallel", "experts", "qk_clip", "lr_schedule_values")),
 )
