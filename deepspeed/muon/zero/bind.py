@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,13 +148,19 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         "groups": short_hash(json.dumps(groups)),
         "routes": short_hash("".join(routes)),
         "order": short_hash("\n".join(s.name for s in optimizer.specs.values())),
-        "host": socket.gethostname(),
+        "machine": _machine(),
         "cpus": usable_cpus(),
         "group_count": len(groups),
         "matrices": sum(len(spec.blocks) for spec in optimizer.specs.values()),
         "monitor": engine.monitor.enabled,
         "unused_options": optimizer.unused_options,
     }
+
+
+def _machine() -> str:
+    """Return a name of this machine. Containers on different machines may have equal host names."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:
@@ -175,7 +182,7 @@ def _judge_settings(facts: list[Facts]) -> Facts:
     first_ranks = {stated["stage"]: rank for rank, stated in reversed(list(enumerate(facts)))}
     stages = [facts[rank] for _, rank in sorted(first_ranks.items())]
     return {
-        "threads": threads_per_rank([stated["host"] for stated in facts], [stated["cpus"] for stated in facts]),
+        "threads": threads_per_rank([stated["machine"] for stated in facts], [stated["cpus"] for stated in facts]),
         "groups": max(stated["group_count"] for stated in stages),
         "matrices": sum(stated["matrices"] for stated in stages),
         "first_ranks": sorted(first_ranks.values()),

@@ -103,16 +103,16 @@ def usable_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def threads_per_rank(hosts: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
+def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
     """Return how many threads each rank may use so that no CPU has more than one; at least 1, equal for all ranks.
 
     Args:
-        hosts: the host name of each rank.
-        cpus: the result of :func:`usable_cpus` on each rank. Ranks with the same host name share the CPUs that they
+        machines: a name of the machine of each rank.
+        cpus: the result of :func:`usable_cpus` on each rank. Ranks of one machine share the CPUs that they
             have in common.
     """
-    ranks = Counter((host, cpu) for host, usable in zip(hosts, cpus, strict=True) for cpu in usable)
-    shares = (sum(1 / ranks[host, cpu] for cpu in usable) for host, usable in zip(hosts, cpus, strict=True))
+    ranks = Counter((name, cpu) for name, usable in zip(machines, cpus, strict=True) for cpu in usable)
+    shares = (sum(1 / ranks[name, cpu] for cpu in usable) for name, usable in zip(machines, cpus, strict=True))
     return max(1, int(min(shares) + 1e-9))  # sums of thirds may be a little less than a whole number
 
 
