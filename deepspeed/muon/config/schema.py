@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from deepspeed.muon.config import types
 from deepspeed.muon.config.messages import explain
 from deepspeed.muon.config.presets import PRESETS, filled_in, naming_preset_keys
-from deepspeed.muon.config.types import GROUP_KEYS, KERAS, REPLACES, STOCK, STOCK_TUNING_KEYS, TORCH_MUON, field
+from deepspeed.muon.config.types import GROUP_KEYS, REPLACES, STOCK_TUNING_KEYS
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.math import coefficients
 from deepspeed.muon.math.rules import OPTIONS, Rule, Schedules, is_on, rules_of
@@ -32,93 +32,93 @@ class MuonConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
-    preset: Literal["none", "moonlight", "kimi_k2", "deepseek_v4", "glm5", "nanochat"] = field("none")
+    preset: Literal["none", "moonlight", "kimi_k2", "deepseek_v4", "glm5", "nanochat"] = "none"
     """A published recipe, which fills in the keys that you leave out: [presets](#presets)"""
-    lr: types.Rate | None = field(None, STOCK, "per step")
+    lr: types.Rate | None = None
     """Learning rate of both halves"""
-    muon_lr: types.Rate | None = field(None, STOCK, "per step")
+    muon_lr: types.Rate | None = None
     """Learning rate of the Muon half; default `lr`, otherwise 0.02"""
-    adam_lr: types.Rate | None = field(None, STOCK, "per step")
+    adam_lr: types.Rate | None = None
     """Learning rate of the AdamW half; default `lr`, otherwise 3e-4"""
-    momentum: types.Fraction = field(0.95, STOCK, "per step")
+    momentum: types.Fraction = 0.95
     """Beta of the momentum buffer, an exponential average of gradients"""
-    momentum_start: types.Fraction | None = field(None, "nanochat", "per step")
+    momentum_start: types.Fraction | None = None
     """Beta of the first step; it changes linearly to `momentum`: [schedules](update-rules.md#schedules)"""
-    momentum_warmup_steps: types.Count = field(300, "nanochat", "steps")
+    momentum_warmup_steps: types.Count = 300
     """Number of steps from `momentum_start` to `momentum`"""
-    momentum_dtype: types.MomentumDtype = field("fp32")
+    momentum_dtype: types.MomentumDtype = "fp32"
     """Half the memory or a quarter: [smaller momentum](checkpoints.md#momentum-in-one-or-two-bytes)"""
-    nesterov: types.Flag = field(True, TORCH_MUON)
+    nesterov: types.Flag = True
     """Orthogonalize Nesterov's look-ahead instead of the momentum buffer"""
-    weight_decay: types.Rate = field(0.0, STOCK)
+    weight_decay: types.Rate = 0.0
     """Decoupled weight decay of both halves: a step multiplies weights by 1 - lr x this"""
-    muon_weight_decay: types.Rate | None = field(None, KERAS)
+    muon_weight_decay: types.Rate | None = None
     """Weight decay of the Muon half; default `weight_decay`"""
-    muon_weight_decay_steps: types.Count | None = field(None, "nanochat", "steps")
+    muon_weight_decay_steps: types.Count | None = None
     """Number of steps in which Muon's weight decay falls linearly to zero; default: it is constant"""
-    adam_weight_decay: types.Rate | None = field(None, KERAS)
+    adam_weight_decay: types.Rate | None = None
     """Weight decay of the AdamW half; default `weight_decay`"""
-    cautious_weight_decay: types.Flag = field(False, "arXiv 2510.12402")
+    cautious_weight_decay: types.Flag = False
     """A Muon weight decays only where its update does not move it away from zero"""
-    normuon: types.Flag = field(False, "arXiv 2510.05491")
+    normuon: types.Flag = False
     """Divide each output of the orthogonalized update by its running RMS: [NorMuon](update-rules.md#normuon)"""
-    normuon_beta2: types.Fraction = field(0.95, "arXiv 2510.05491", "per step")
+    normuon_beta2: types.Fraction = 0.95
     """Decay of NorMuon's running mean square"""
-    muon_eq: Literal["none", "rows", "columns"] = field("none", "arXiv 2603.28254")
+    muon_eq: Literal["none", "rows", "columns"] = "none"
     """Equal norms of rows (outputs) or columns before Newton-Schulz: [MuonEq](update-rules.md#muoneq-and-muon)"""
-    muon_plus: types.Flag = field(False, "nanochat")
+    muon_plus: types.Flag = False
     """Give each update the norm of an orthogonal matrix: [Muon+](update-rules.md#muoneq-and-muon)"""
-    qk_clip: types.Clip | None = field(None, "arXiv 2507.20534")
+    qk_clip: types.Clip | None = None
     """Scale back attention heads whose logits exceed `tau`: [QK-clip](update-rules.md#qk-clip)"""
-    muon_include: types.Patterns = field(())
+    muon_include: types.Patterns = ()
     """Matrices with a matching name go to Muon, even if the rules say AdamW"""
-    muon_exclude: types.Patterns = field(())
+    muon_exclude: types.Patterns = ()
     """Parameters with a matching name go to AdamW; overrides `muon_include`"""
-    muon_split: types.Cuts = field({})
+    muon_split: types.Cuts = {}
     """Cut parameters with a matching name into matrices of [these sizes](update-rules.md#sizes-of-your-own)"""
-    muon_fused: Literal["split", "whole"] = field("split")
+    muon_fused: Literal["split", "whole"] = "split"
     """Fused weights, such as queries, keys and values, are several matrices or one"""
-    muon_conv: Literal["adamw", "flatten"] = field("adamw")
+    muon_conv: Literal["adamw", "flatten"] = "adamw"
     """Convolutions go to AdamW, or to Muon as matrices [out, in x kernel]"""
-    muon_lora: Literal["none", "B", "both"] = field("none")
+    muon_lora: Literal["none", "B", "both"] = "none"
     """Which factors of low-rank adapters go to Muon; the others go to AdamW"""
-    adjust_lr_fn: types.Scale = field("auto", TORCH_MUON)
+    adjust_lr_fn: types.Scale = "auto"
     """How the update is scaled for each shape: [the scale of an update](#the-scale-of-an-update)"""
-    rms_scale: types.Factor = field(0.2, "arXiv 2502.16982, section 2.2")
+    rms_scale: types.Factor = 0.2
     """RMS of an update per unit of learning rate, under `match_rms_adamw`"""
-    ns_method: Literal["auto", "standard", "gram"] = field("auto", STOCK)
+    ns_method: Literal["auto", "standard", "gram"] = "auto"
     """Newton-Schulz on the matrix or on its Gram matrix; `auto`: the faster for each shape"""
-    ns_steps: types.Steps | None = field(None, TORCH_MUON, "steps")
+    ns_steps: types.Steps | None = None
     """Newton-Schulz iterations; default 5, or as many as the coefficients have"""
-    ns_coefficients: types.Coefficients = field("simple", TORCH_MUON)
+    ns_coefficients: types.Coefficients = "simple"
     """`simple`, `polar_express` (5 steps), `deepseek_v4` (10 steps), [a, b, c], or a list of such triples"""
-    ns_dtype: types.NsDtype = field("auto")
+    ns_dtype: types.NsDtype = "auto"
     """Dtype of the products; `auto`: fp16 on accelerators, [bf16 or fp32 on CPUs](evidence/choice.md)"""
-    wire_dtype: types.WireDtype = field("auto")
+    wire_dtype: types.WireDtype = "auto"
     """Dtype in which ranks send matrices; `auto`: fp32 if you set `ns_dtype` to fp32, otherwise bf16"""
-    bucket_bytes: types.Bytes | None = field(None, unit="bytes")
+    bucket_bytes: types.Bytes | None = None
     """Maximum bytes of matrices sent to one owner at a time; default by device: [memory](plan.md#memory)"""
-    kernels: Literal["auto", "torch"] = field("auto")
+    kernels: Literal["auto", "torch"] = "auto"
     """`auto` takes the fastest kernels that every rank has, `torch` plain PyTorch"""
-    betas: types.Fractions = field((0.9, 0.95), STOCK, "per step")
+    betas: types.Fractions = (0.9, 0.95)
     """AdamW's decay rates"""
-    eps: types.Rate = field(1e-10, STOCK, "of the gradient")
+    eps: types.Rate = 1e-10
     """AdamW's epsilon"""
-    bias_correction: types.Flag = field(True, "`FusedAdam`")
+    bias_correction: types.Flag = True
     """Correct AdamW's moments for their start at zero; Muon has none to correct"""
-    adam_w_mode: types.Flag = field(True, STOCK)
+    adam_w_mode: types.Flag = True
     """`true`: AdamW, with decoupled decay; `false`: Adam with L2"""
-    torch_adam: types.Flag = field(False, STOCK)
+    torch_adam: types.Flag = False
     """Accepted because stock has it; the AdamW half is torch's AdamW anyway"""
-    fp32_optimizer_states: types.Yes = field(True, STOCK)
+    fp32_optimizer_states: types.Yes = True
     """AdamW's states are fp32"""
-    per_head_muon: types.Flag = field(False, STOCK)
+    per_head_muon: types.Flag = False
     """Each attention head is a matrix; `muon_split` overrides it"""
-    tp_mode: Literal["whole", "shard"] = field("whole")
+    tp_mode: Literal["whole", "shard"] = "whole"
     """Orthogonalize matrices split by tensor parallelism whole, or each shard by itself, which is another update"""
-    import_momentum: Literal["first_moment", "zero"] = field("first_moment")
+    import_momentum: Literal["first_moment", "zero"] = "first_moment"
     """What Muon's momentum starts from when AdamW's state is imported"""
-    monitor_interval: types.Interval = field(10, unit="steps")
+    monitor_interval: types.Interval = 10
     """Number of steps between records in DeepSpeed's monitor, if one is enabled; 0: no records"""
 
     @model_validator(mode="after")

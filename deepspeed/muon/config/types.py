@@ -149,17 +149,6 @@ class ClipOptions(BaseModel):
 Clip = Annotated[ClipOptions, "an object with any of tau, alpha and logits"]
 
 
-OURS, STOCK, TORCH_MUON, KERAS = "deepspeed-muon", "stock DeepSpeed", "`torch.optim.Muon`", "keras"
-
-
-def field(default: Any, source: str = OURS, unit: str = "") -> Any:
-    """Return a pydantic field of the config, with data for docs/configuration.md.
-
-    ``source``: where the default value comes from. ``unit``: the unit of the value.
-    """
-    return Field(default, json_schema_extra={"source": source, "unit": unit})
-
-
 #: The learning rates if the config sets none; stock DeepSpeed's defaults.
 DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
 #: Rates that only stock DeepSpeed's Muon has. A config with one of them gets stock's scale of updates, ``original``.

@@ -59,7 +59,8 @@ def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
         f"on {count} rank{'s' * (count > 1)}",
     )
     config = optimizer.config
-    how = (_size_of_updates(config), _where_and_in(optimizer), REST) if matrices else ()
+    preset = [f"preset {config.preset}"] if config.preset != "none" else []
+    how = (*preset, _size_of_updates(config), _where_and_in(optimizer), REST) if matrices else ()
     logger.info("deepspeed-muon %s: %s%s", __version__, place, "; ".join([", ".join(facts), *how]))
     if matrices:
         _warn_of_slow_steps(engine, optimizer)

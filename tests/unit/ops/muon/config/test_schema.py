@@ -4,6 +4,7 @@
 What is refused, with the messages, is in docs/reference/wrong-configurations.md, which test_refusals.py compares.
 """
 
+import logging
 from typing import Any
 
 import pytest
@@ -215,7 +216,8 @@ def test_an_error_about_a_key_of_the_preset_names_the_preset(name: str, key: str
 
 
 def test_the_log_says_what_a_preset_set() -> None:
-    log = run(logged_at_start, 1, optimizer={"type": "Muon", "params": {"preset": "deepseek_v4", "lr": 1e-3}})[0]
+    params = {"preset": "deepseek_v4", "lr": 1e-3}
+    log = run(logged_at_start, 1, level=logging.DEBUG, optimizer={"type": "Muon", "params": params})[0]
     assert any(
         text == "deepspeed-muon: preset deepseek_v4 sets weight_decay 0.1, momentum 0.95, nesterov true, adjust_lr_fn "
         '"match_rms_adamw", ns_coefficients "deepseek_v4", betas [0.9, 0.95], eps 1e-20, rms_scale 0.18'
