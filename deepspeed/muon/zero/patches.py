@@ -32,6 +32,7 @@ from deepspeed.muon.zero.checkpoint.nvme import check_nvme
 from deepspeed.muon.zero.engine_step import take_step
 from deepspeed.muon.zero.refusals import ON_GPUS, check_section, refuse_engine, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
+from deepspeed.muon.zero.tried_run import replacements as of_tried_run
 from deepspeed.muon.zero.wrappers.adapter import Seam, replace, replaced
 from deepspeed.muon.zero.wrappers.grids import note_tp_rank, refuse_replaced_parameters, with_group_names
 
@@ -332,7 +333,7 @@ def install() -> None:
             f"deepspeed-muon was tested on DeepSpeed {oldest} to {newest}, but {version} is installed; if training "
             "fails or gives other results, install a tested version"
         )
-    for seam, function in REPLACEMENTS.items():
+    for seam, function in [*REPLACEMENTS.items(), *of_tried_run().items()]:
         owner, name = seam.find()
         _undo.append(replace(owner, name, function))
     # torch before 2.15 waits forever for the lock file of a process that was killed; the replacement logs which it is.
