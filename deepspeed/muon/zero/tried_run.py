@@ -101,9 +101,6 @@ class TriedRun:
             return
 
         def multiply(*_: Any) -> None:
-            if client is not None and self._variant["muon"]:
-                for given, group in zip(optimizer.given.param_groups, client.param_groups, strict=True):
-                    given["lr"] = float(group["lr"])
             before[:] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
@@ -130,11 +127,14 @@ class TriedRun:
             os._exit(0)
         if self._engine is None:
             self._begin(engine)
+        if engine in self._clients and self._variant["muon"]:  # the script's schedule has set the rates of its AdamW
+            groups = zip(engine.basic_optimizer.given.param_groups, self._clients[engine].param_groups, strict=True)
+            for given, group in groups:
+                given["lr"] = float(group["lr"])
         if engine is not self._engine:
             original(engine, *args, **kwargs)
             return
-        client = self._clients.get(engine)
-        rate = client.param_groups[0]["lr"] if client is not None else engine.get_lr()[0]
+        rate = engine.get_lr()[0]
         original(engine, *args, **kwargs)
         self._steps += 1
         loss, peak = self._of_all_ranks(engine)
