@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from deepspeed.muon.cli.init import convert, to_muon
+from deepspeed.muon.cli.init import LAUNCH, convert, to_muon
 from deepspeed.muon.cli.plan import aligned
 from deepspeed.muon.cli.verdict import Run, Variant, best, between, draw, is_close, notes, read_run, rows, verdict
 from deepspeed.muon.errors import SettingsError
@@ -93,6 +93,7 @@ def _conclude(args: argparse.Namespace, trial: Trial, adamw: Run) -> tuple[dict[
         if done and done.accelerate:
             files.append(out / "accelerate_muon.yaml")
             files[-1].write_text(done.accelerate)
+            remarks.append(f"to continue: {LAUNCH.format(files[-1], done.launch_flags)}")
         if "auto" in (rate_of(config), config["optimizer"]["params"].get("lr")):
             remarks.append(f'"auto" takes the rate from the script: multiply its rate by {muon.variant.factor:g}')
         elif adamw.built_by_script:
