@@ -14,6 +14,8 @@ import pytest
 
 from deepspeed.muon.cli.try_ import multiplied
 from deepspeed.muon.cli.verdict import Run, Variant, notes
+from helpers.paths import EXAMPLES
+from helpers.ports import free_port
 
 #: A run without DeepSpeed, in a process that starts fast: its loss is lowest at five times AdamW's rate.
 SCRIPT = """
@@ -200,3 +202,58 @@ def test_what_limits_the_comparison_is_said() -> None:
         "AdamW had one rate only",
         "the schedule still warms up at the last step",
     ]
+
+
+ACCELERATE = """
+import sys, torch
+from accelerate import Accelerator, PartialState
+PartialState(cpu=True)
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+loader = torch.utils.data.DataLoader(torch.randn(400, 8), batch_size=4)
+model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+"""
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 2}
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+use_cpu: true
+"""
+TRAINER = ("train.py", "--deepspeed", "ds_config_adamw.json", "--bf16", "--use_cpu", "--output_dir", "{variant}")
+GPT = ("train.py", "--deepspeed_config", "ds_config_adamw.json", "--precision", "fp32", "--width", "32", "--heads", "2")
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize("example", ["pretrain_gpt", "huggingface_trainer", "accelerate"])
+def test_real_commands_on_two_ranks(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ds_muon: Callable[..., Any]
+) -> None:
+    """The Trainer's config has "auto" everywhere; accelerate's YAML has no optimizer, so the script builds it."""
+    for name, value in {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    port, config = str(free_port()), "ds_config_adamw.json"
+    runner = (sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port)
+    commands = {"pretrain_gpt": (*runner, *GPT, "--out", str(tmp_path / "{variant}")), "huggingface_trainer": runner}
+    commands["huggingface_trainer"] += (*TRAINER[:-1], str(tmp_path / "{variant}"))
+    if example == "accelerate":
+        config = "a.yaml"
+        (tmp_path / config).write_text(YAML)
+        (tmp_path / "run.py").write_text(ACCELERATE)
+        launch = ("-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", port)
+        commands[example] = (sys.executable, *launch, "run.py")
+    monkeypatch.chdir(tmp_path if example == "accelerate" else EXAMPLES / example)
+    flags = ("--config", config, "--steps", "6", "--rates", "3", "--repeats", "0", "--out", tmp_path / "out", "--json")
+    facts = ds_muon("try", *flags, "--", *commands[example]).facts
+    assert [(row["variant"], row["state"]) for row in facts["runs"]] == [("AdamW x1", "done"), ("Muon x3", "done")]
+    assert facts["verdict"].startswith("Muon x3 (rate 0.00") and " after 6 steps" in facts["verdict"]
