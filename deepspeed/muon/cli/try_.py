@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -238,7 +239,8 @@ class Trial:
         if not sys.stderr.isatty():
             return False
         base = next((_number(rate_of(run.config)) for run in self.runs if run.config), None)
-        text = f"{aligned(rows(self.runs, base))}\n{self._left()}\n"
+        lines, width = [*aligned(rows(self.runs, base)).splitlines(), self._left()], shutil.get_terminal_size().columns
+        text = "".join(f"{line[:width]}\n" for line in lines)  # a line that wraps would count as two
         sys.stderr.write(f"\x1b[{self._lines}A\x1b[J{text}" if self._lines else text)
         sys.stderr.flush()
         self._lines = text.count("\n")

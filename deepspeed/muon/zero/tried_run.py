@@ -97,7 +97,7 @@ class TriedRun:
         else:
             original(engine, client, parameters)
         optimizer, before = getattr(engine, "basic_optimizer", None), list[Any]()
-        if optimizer is None:  # an engine that only evaluates
+        if optimizer is None or factor == 1.0:  # None: an engine that only evaluates
             return
 
         def multiply(*_: Any) -> None:

@@ -112,10 +112,23 @@ def test_a_trial_that_is_stopped_continues(trial: Callable[..., Any]) -> None:
     found = trial(stops="muon_x3")
     assert (found.status, found.out) == (130, "")
     assert "ds_muon try: stopped; the same command continues" in found.err
-    assert not psutil.Process().children(), "the run has ended with the command"
+    children = [child.cmdline() for child in psutil.Process().children()]
+    assert not any("run.py" in words for words in children), "the run has ended with the command"
     found = trial(stops="muon_x3")
     assert found.status == 0 and "Muon x5.5 " in found.out
     assert starts() == [*RATES[:3], *RATES[2:]]
+
+
+def test_a_terminal_shows_the_table_and_the_time_left(
+    trial: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "62")
+    screens = trial().err.split("\x1b[J")
+    assert len(screens) > 6 and screens[-1] == ""
+    texts = [line for screen in screens[:-1] for line in screen.rpartition("\x1b")[0].splitlines()]
+    assert "4 more planned, about 0 min 0 s left" in texts and any(text.startswith("AdamW x1") for text in texts)
+    assert max(map(len, texts)) == 62
 
 
 def test_what_a_killed_trial_has_left_ends_first(trial: Callable[..., Any]) -> None:
