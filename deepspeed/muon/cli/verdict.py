@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 CLOSE = 0.02
 #: Number of values -> factor of the standard error of their mean for an interval of 95 % (Student's t); 2.2 above.
 STUDENT = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4, 9: 2.3, 10: 2.3}
+#: A run has diverged if it ends at more than so many times its first loss.
+DIVERGED = 2.0
 COLUMNS = ("variant", "rate", "loss", "to AdamW", "ms/step", "memory", "state")
 COLORS = {"AdamW": "tab:gray", "Muon": "tab:red"}
 
@@ -89,6 +91,8 @@ def read_run(variant: Variant, path: Path) -> Run:
             run.state = record["end"]
         else:
             run.config, run.built_by_script = record["config"], record["built_by_script"]
+    if run.state == "done" and run.loss(len(run.steps)) > DIVERGED * run.steps[0]["loss"] > 0:
+        run.state = "diverged"
     return run
 
 
@@ -256,8 +260,9 @@ def draw(runs: Sequence[Run], path: Path) -> bool:
         for axes, places in zip(panels, (range(1, len(run.steps) + 1), run.seconds()), strict=True):
             axes.plot(places, run.losses(), color=COLORS[run.variant.optimizer], label=str(run.variant), **style)
             axes.annotate(f"x{run.variant.factor:g}", (places[-1], run.losses()[-1]), fontsize=7, clip_on=True)
-    if top:  # a run that diverges would press the others flat
-        low, high = min(min(run.losses()) for run in top), max(run.losses()[0] for run in top)
+    low = min((min(run.losses()) for run in top), default=0.0)
+    high = max((run.losses()[0] for run in top), default=0.0)
+    if high > low:  # a run that diverges would press the others flat
         panels[0].set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     for axes, name in zip(panels, ("optimizer step", "seconds"), strict=True):
         axes.set_xlabel(name)

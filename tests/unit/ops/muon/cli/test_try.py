@@ -160,6 +160,12 @@ def test_where_muon_is_worse_adamw_stays(trial: Callable[..., Any]) -> None:
     assert ": higher, +" in facts["verdict"] and "by these runs AdamW stays" in facts["verdict"]
 
 
+def test_a_run_that_ends_far_above_its_start_has_diverged(trial: Callable[..., Any]) -> None:
+    facts = trial("--json", gain=-20.0).facts
+    assert {row["state"] for row in facts["runs"][1:]} == {"diverged at step 20"}
+    assert facts["verdict"].startswith("No run of Muon has a loss to compare, so AdamW stays.")
+
+
 def test_a_script_may_make_fewer_steps(trial: Callable[..., Any]) -> None:
     assert "after 12 steps" in trial("--json", steps=12).facts["verdict"]
 
