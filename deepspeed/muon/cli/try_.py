@@ -101,9 +101,10 @@ def _conclude(args: argparse.Namespace, trial: Trial, adamw: Run) -> tuple[dict[
             remarks.append("the script builds its optimizer; remove optimizer= there, so that the ds_config's is built")
     failed = [f"{run.variant}: {run.note}; {trial.log(run.variant)}" for run in trial.runs if run.state == "failed"]
     table = rows(trial.runs, base)
-    text = "\n".join([aligned(table), "", words, *remarks, *failed, f"wrote {', '.join(map(str, files))}"])
+    shown = [os.path.relpath(file) for file in files]
+    text = "\n".join([aligned(table), "", words, *remarks, *failed, f"wrote {', '.join(shown)}"])
     cells = [dict(zip(table[0], row, strict=True)) for row in table[1:]]
-    return {"runs": cells, "verdict": words, "notes": [*remarks, *failed], "files": list(map(str, files))}, text
+    return {"runs": cells, "verdict": words, "notes": [*remarks, *failed], "files": shown}, text
 
 
 # ---- the rate in a ds_config --------------------------------------------------------------------------------------
