@@ -14,7 +14,9 @@ import runpy
 import sys
 from pathlib import Path
 
-_CONFIG = "deepspeed.runtime.config"
+#: In a run of ``ds_muon try`` AdamW's variant needs the package too, once DeepSpeed's engine can be imported.
+_IS_TRIED = bool(os.environ.get("PYTHON_DS_MUON_TRY"))
+_MODULE = "deepspeed.runtime.engine" if _IS_TRIED else "deepspeed.runtime.config"
 _COMMAND = "deepspeed.muon.cli"
 
 
@@ -36,8 +38,8 @@ def autoload() -> None:
         sys.stdout = sys.stderr  # until the command's __main__ runs: DeepSpeed prints warnings when it is imported
     if os.environ.get("DS_MUON_AUTOLOAD", "1") == "0":
         return
-    if _CONFIG in sys.modules:
-        _watch(sys.modules[_CONFIG])
+    if _MODULE in sys.modules:
+        _begin(sys.modules[_MODULE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -47,6 +49,14 @@ def _runs_command() -> bool:
     if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
         return False
     return sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == [_COMMAND]
+
+
+def _begin(module) -> None:
+    """Act on the module for which :class:`_Finder` has waited."""
+    if _IS_TRIED:
+        importlib.import_module("deepspeed.muon")
+    else:
+        _watch(module)
 
 
 def _watch(config_module) -> None:
@@ -70,10 +80,10 @@ def _watch(config_module) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Find DeepSpeed's config module with the other finders, and watch its class once the module has been executed."""
+    """Find DeepSpeed's module with the other finders, and call :func:`_begin` once it has been executed."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != _CONFIG:
+        if name != _MODULE:
             return None
         others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
@@ -97,4 +107,4 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-        _watch(module)
+        _begin(module)

@@ -103,7 +103,7 @@ def convert(path: str, out: str = "ds_config.json") -> Converted:
 def _from_ds_config(path: str, whole: dict[str, Any]) -> Converted:
     """Convert the ds_config in ``whole``, the content of the file ``path``."""
     section = find_ds_config(path, whole)
-    config, decisions = _to_muon(path, section)
+    config, decisions = to_muon(path, section)
     if section is not whole:
         decisions.insert(0, Decision("ds_config", "taken", f"from a section of {path}"))
     return Converted(config, decisions + _lost_comments(path))
@@ -114,8 +114,8 @@ def _lost_comments(path: str) -> list[Decision]:
     return [Decision("comments", "not kept", f"copy what you need from {path}")] if has_some else []
 
 
-def _to_muon(path: str, section: Mapping[str, Any]) -> tuple[dict[str, Any], list[Decision]]:
-    """Return a copy of the ds_config ``section`` with Muon as the optimizer, and the changes."""
+def to_muon(path: str, section: Mapping[str, Any]) -> tuple[dict[str, Any], list[Decision]]:
+    """Return a copy of the ds_config ``section`` with Muon as the optimizer, and the changes. ``path``: for errors."""
     config, optimizer, schedule = dict(section), section.get("optimizer"), read_schedule(section.get("scheduler"))
     if optimizer is None:
         params, changes = _params_without_optimizer(section, schedule)
@@ -231,10 +231,10 @@ def _from_accelerate(path: str, whole: dict[str, Any], out: str) -> Converted:
     fields, precision = _fields_of(path, whole), _precision_of(path, whole)
     named = _named_ds_config(path, whole, fields)
     if named:
-        config, changes = _to_muon(named, find_ds_config(named, parse_file(named)))
+        config, changes = to_muon(named, find_ds_config(named, parse_file(named)))
         notes = [Decision("deepspeed_config.deepspeed_config_file", "changed", f"{out} is {named} for Muon")]
     else:
-        config, changes = _to_muon(path, _ds_config_of(path, fields, precision))
+        config, changes = to_muon(path, _ds_config_of(path, fields, precision))
         why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
         notes = [Decision("deepspeed_config", "fields moved here", why)]
         if "gradient_clipping" in fields and "gradient_clipping" not in config:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``ds_muon`` and its subcommands: init, plan, report and import."""
+"""The command ``ds_muon`` and its subcommands: init, plan, report, import and try."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.parser import REPORT, parser
 from deepspeed.muon.cli.plan import aligned, build, plan_text, rows_of
 from deepspeed.muon.cli.report import as_text, check_launch, environment
+from deepspeed.muon.cli.try_ import run_try
 from deepspeed.muon.exchange.memory import Memory
 from deepspeed.muon.exchange.plan import without_collector
 from deepspeed.muon.forecast import (
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         print(f"ds_muon {args.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"ds_muon {args.command}: stopped; the same command continues", file=sys.stderr)
+        return 130
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(facts) if args.json else text, flush=True)
     return 0 if facts.get("ok", True) else 1
@@ -220,4 +224,4 @@ def _share(muon: dict[str, float], per_token: float, tokens: int | None) -> dict
 
 
 #: Subcommand -> function that returns (object to print as JSON, text to print without ``--json``).
-RUN = {"init": _init, "plan": _plan, "report": _report, "import": _import}
+RUN = {"init": _init, "plan": _plan, "report": _report, "import": _import, "try": run_try}

@@ -8,6 +8,7 @@ top of this file imports the standard library only.
 from __future__ import annotations
 
 import argparse
+import itertools
 import runpy
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,10 @@ ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; ex
 LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
 REPORT = "ds_muon_report.md"
 TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
+TRY = "your own launch command with AdamW and with Muon at several rates: a table, a picture, a verdict, a ds_config"
 ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
+RATES = "factors of AdamW's rate for Muon (default: 1,3,10,30), one more between the best two is added"
+REPEATS = "how often the best two run again with another seed, if they are close (default: 2)"
 #: Removed command or flag -> what to do instead.
 REMOVED = {
     "plot": "TensorBoard, W&B or any viewer of CSV files draws the six values that DeepSpeed's monitor gets",
@@ -62,7 +66,15 @@ def parser() -> argparse.ArgumentParser:
     take.add_argument(
         "--to", required=True, type=Path, dest="target", help="new folder for one tag of the new checkpoint"
     )
-    for command in (init, plan, report, take):
+    rehearse = commands.add_parser("try", help=TRY)
+    rehearse.add_argument("--config", help=f"{OF_INIT}, to be converted at the end (default: what DeepSpeed has read)")
+    rehearse.add_argument("--steps", type=_positive, default=100, help="optimizer steps of each run (default: 100)")
+    rehearse.add_argument("--rates", type=_factors, default=[1.0, 3.0, 10.0, 30.0], help=RATES)
+    rehearse.add_argument("--adamw-rates", type=_factors, default=[1.0], help="the same for AdamW (default: 1)")
+    rehearse.add_argument("--repeats", type=int, default=2, help=REPEATS)
+    rehearse.add_argument("--out", type=Path, default="ds_muon_try", help="folder of records and results")
+    rehearse.add_argument("launch", nargs="...", metavar="-- COMMAND", help="your command, such as deepspeed train.py")
+    for command in (init, plan, report, take, rehearse):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return top
 
@@ -73,7 +85,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, but report unknown flags before missing ones."""
         known = list(self._option_string_actions)  # an unknown flag may be the missing one, misspelled
-        for flag in () if self._subparsers else [argument.partition("=")[0] for argument in args]:
+        own = [] if self._subparsers else itertools.takewhile(lambda argument: argument != "--", args)
+        for flag in [argument.partition("=")[0] for argument in own]:  # what follows -- is the user's command
             if flag.startswith("--") and not any(name.startswith(flag) for name in known):
                 self.error(_about_unknown(flag, known))
         return super().parse_known_args(args, namespace)
@@ -87,6 +100,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
     return int(text)
+
+
+def _factors(text: str) -> list[float]:
+    try:
+        factors = [float(part) for part in text.split(",")]
+    except ValueError:
+        factors = []
+    if not factors or min(factors) <= 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0 with commas, such as 1,3,10")
+    return factors
 
 
 def _about_unknown(flag: str, known: list[str]) -> str:

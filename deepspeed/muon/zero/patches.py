@@ -32,6 +32,7 @@ from deepspeed.muon.zero.engine_step import record_backward, refuse_early_step, 
 from deepspeed.muon.zero.nvme_settings import check_nvme
 from deepspeed.muon.zero.refusals import ON_GPUS, check_section, refuse_engine, refuse_unsupported, renames_parameters
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
+from deepspeed.muon.zero.tried_run import replacements as of_tried_run
 from deepspeed.muon.zero.wrappers.adapter import Seam, has_muon, replace, replaced
 from deepspeed.muon.zero.wrappers.grids import note_tp_rank, refuse_replaced_parameters, with_group_names
 
@@ -291,7 +292,7 @@ def install() -> None:
             f"deepspeed-muon was tested on DeepSpeed {oldest} to {newest}, but {version} is installed; if training "
             "fails or gives other results, install a tested version"
         )
-    for seam, function in REPLACEMENTS.items():
+    for seam, function in [*REPLACEMENTS.items(), *of_tried_run().items()]:
         owner, name = seam.find()
         _undo.append(replace(owner, name, function, when=has_muon if seam in WITH_MUON else None))
     # torch before 2.15 waits forever for the lock file of a process that was killed; the replacement logs which it is.

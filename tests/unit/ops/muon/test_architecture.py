@@ -43,7 +43,7 @@ LIBRARIES: dict[str, set[str]] = {
     "kernels": {"torch", "triton", "packaging", "psutil"},
     "config": {"pydantic"},
     "zero": {"torch", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
-    "cli": {"torch", "transformers", "yaml", "hjson"},  # hjson as DeepSpeed itself
+    "cli": {"torch", "transformers", "yaml", "hjson", "psutil", "matplotlib"},  # hjson and psutil as DeepSpeed itself
 }
 #: What of DeepSpeed's `comm` sends nothing between ranks.
 LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inside a run that ``ds_muon try`` has started: another optimizer, a multiple of its rate, N steps, and a record.
+
+Nothing here acts unless the environment variable :data:`VARIABLE` names a file. The script does not change: what it
+builds and reads stays as it is, and the changes are made where DeepSpeed reads its config and where the optimizer
+steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed.muon.errors import SettingsError
+from deepspeed.muon.exchange.groups import summed
+from deepspeed.muon.optimizer import MuonWithAuxAdam
+from deepspeed.muon.zero.wrappers.adapter import Seam
+
+#: Variable that names the file of a variant. DeepSpeed's launcher passes variables to other nodes if their names begin
+#: with ``PYTHON``.
+VARIABLE = "PYTHON_DS_MUON_TRY"
+#: Settings of AdamW that Muon takes over from an optimizer that the script has built.
+TAKEN = ("lr", "betas", "eps", "weight_decay")
+_ENGINE = "deepspeed.runtime.engine"
+
+
+def replacements() -> dict[Seam, Callable]:
+    """Return {attribute: function that replaces it} if ``ds_muon try`` has started this process; otherwise ``{}``."""
+    file = os.environ.get(VARIABLE)
+    if not file:
+        return {}
+    try:
+        variant = json.loads(Path(file).read_text())
+    except OSError as error:  # without its part in the record the other ranks would wait for this one
+        raise SystemExit(f"ds_muon try: cannot read {file}: {error.strerror}; all nodes must share --out") from None
+    run = TriedRun(variant)
+    replaced: dict[Seam, Callable] = {
+        Seam("deepspeed.runtime.config", "DeepSpeedConfig._initialize_params"): run.read_config,
+        Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): run.configure_optimizer,
+        Seam(_ENGINE, "DeepSpeedEngine.backward"): run.backward,
+        Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): run.take_step,
+    }
+    if variant["seed"]:  # the script's own seeds, moved
+        replaced[Seam("torch", "manual_seed")] = lambda original, seed: original(int(seed) + variant["seed"])
+    return replaced
+
+
+class TriedRun:
+    """One variant in one process.
+
+    ``variant``, from the file that the command writes::
+
+        muon: whether Muon takes AdamW's place         factor: of the rate, in each step
+        changes: sections of the ds_config             seed: what is added to seeds of torch
+        steps: after how many the run ends             records: file for a line of JSON per step, written by rank 0
+
+    The first line has the ds_config as DeepSpeed has read it; the last one, of a run that has ended here, ``end``.
+    """
+
+    def __init__(self, variant: Mapping[str, Any]) -> None:
+        self._variant = variant
+        #: Engine -> the sum of the losses since its last step, and -> the optimizer that the script has built.
+        self._losses: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self._clients: WeakKeyDictionary[Any, torch.optim.Optimizer] = WeakKeyDictionary()
+        #: The engine that is recorded: the first one that takes a step.
+        self._engine: Any = None
+        self._steps, self._is_over = 0, False
+
+    def read_config(self, original: Callable, config: Any, values: dict[str, Any]) -> None:
+        """Replace ``DeepSpeedConfig._initialize_params``: change a ds_config that has an optimizer."""
+        if self._variant["muon"] and values.get("optimizer"):
+            values = {**values, **self._variant["changes"]}
+        original(config, values)
+
+    def configure_optimizer(self, original: Callable, engine: Any, client: Any, parameters: Any) -> None:
+        """Replace ``DeepSpeedEngine._configure_optimizer``: multiply the rates during each step.
+
+        If the script has built an AdamW, put a Muon with its settings in its place. The script and its schedule keep
+        the AdamW, and Muon takes the rates from there.
+        """
+        factor = self._variant["factor"]
+        if client is not None:
+            client = client if isinstance(client, torch.optim.Optimizer) else client(parameters)
+            self._clients[engine] = client
+        if client is not None and self._variant["muon"]:
+            original(engine, lambda _: _muon_like(client, engine.module), parameters)
+        else:
+            original(engine, client, parameters)
+        optimizer, before = getattr(engine, "basic_optimizer", None), list[Any]()
+        if optimizer is None or factor == 1.0:  # None: an engine that only evaluates
+            return
+
+        def multiply(*_: Any) -> None:
+            before[:] = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+        def restore(*_: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, before, strict=True):
+                group["lr"] = rate
+
+        optimizer.register_step_pre_hook(multiply)
+        optimizer.register_step_post_hook(restore)
+
+    def backward(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace ``DeepSpeedEngine.backward``: add up what it returns, the loss as a part of the step's mean."""
+        loss = original(engine, *args, **kwargs)
+        self._losses[engine] = self._losses.get(engine, 0.0) + loss.detach().float()
+        return loss
+
+    def take_step(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
+        """Replace ``DeepSpeedEngine._take_model_step``: write a record, and end the run after the last step.
+
+        All ranks end in the same step, with exit status 0. A loss that is not finite ends the run as well.
+        """
+        if self._is_over:  # the script has caught SystemExit
+            os._exit(0)
+        if self._engine is None:
+            self._begin(engine)
+        if engine in self._clients and self._variant["muon"]:  # the script's schedule has set the rates of its AdamW
+            groups = zip(engine.basic_optimizer.given.param_groups, self._clients[engine].param_groups, strict=True)
+            for given, group in groups:
+                given["lr"] = float(group["lr"])
+        if engine is not self._engine:
+            original(engine, *args, **kwargs)
+            return
+        rate = engine.get_lr()[0]
+        original(engine, *args, **kwargs)
+        self._steps += 1
+        loss, peak = self._of_all_ranks(engine)
+        record = {"step": self._steps, "loss": loss, "seconds": time.perf_counter()}
+        self._write(record | {"lr": float(rate) * self._variant["factor"], "peak": peak})
+        is_finite = abs(loss) < float("inf")
+        if self._steps >= self._variant["steps"] or not is_finite:
+            self._write({"end": "done" if is_finite else "diverged"})
+            self._is_over = True
+            torch.distributed.barrier()
+            atexit.register(_leave_group)
+            raise SystemExit(0)
+
+    def _begin(self, engine: Any) -> None:
+        self._engine = engine
+        if engine.global_steps:
+            raise SettingsError(
+                f"ds_muon try: the script has loaded a checkpoint of step {engine.global_steps}, but each variant must "
+                "start at step 0; write {variant} into the command where it names the folder of checkpoints"
+            )
+        client, config = self._clients.get(engine), dict(engine._config._param_dict)
+        if isinstance(engine.basic_optimizer, MuonWithAuxAdam) and not self._variant["muon"]:
+            raise SettingsError("ds_muon try: the run has Muon already; start from its ds_config for AdamW")
+        if client is not None:
+            params = {key: client.defaults[key] for key in TAKEN if key in client.defaults}
+            config["optimizer"] = {"type": type(client).__name__, "params": params}
+        self._write({"config": config, "built_by_script": client is not None})
+
+    def _of_all_ranks(self, engine: Any) -> tuple[float, int]:
+        """Return (mean loss of the ranks that have one, largest memory of a rank in bytes); a collective."""
+        loss = self._losses.pop(engine, None)
+        rank = torch.distributed.get_rank()
+        rows = torch.zeros(torch.distributed.get_world_size(), 3, device="cpu")
+        if loss is not None:  # only the last stage of a pipeline has one
+            rows[rank, :2] = torch.tensor([float(loss), 1.0])
+        rows[rank, 2] = get_accelerator().max_memory_allocated()
+        losses, counts, peaks = summed(rows).cpu().unbind(1)
+        if not counts.sum():
+            raise SettingsError(
+                "ds_muon try: the loss of a step is unknown, because the script calls loss.backward(); call "
+                "engine.backward(loss)"
+            )
+        return float(losses.sum() / counts.sum()), int(peaks.max())
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if torch.distributed.get_rank() == 0:
+            with Path(self._variant["records"]).open("a") as file:
+                file.write(json.dumps(record, default=str) + "\n")
+
+
+def _muon_like(client: torch.optim.Optimizer, model: torch.nn.Module) -> MuonWithAuxAdam:
+    """Return a Muon with the parameter groups and the settings of the script's AdamW."""
+    if "adam" not in type(client).__name__.lower() or "betas" not in client.defaults:
+        raise SettingsError(f"ds_muon try: the script passes {type(client).__name__}, but only AdamW can be compared")
+    groups = [{key: group[key] for key in ("params", *TAKEN) if key in group} for group in client.param_groups]
+    for group, theirs in zip(groups, client.param_groups, strict=True):
+        group["lr"] = float(theirs.get("initial_lr", theirs["lr"]))  # a schedule may have begun with another rate
+    return MuonWithAuxAdam(groups, model=model, **{key: client.defaults[key] for key in TAKEN})
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

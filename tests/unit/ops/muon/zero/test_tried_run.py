@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `ds_muon try` does inside a run: the optimizer, its rate, the record, and the end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.muon.cli.init import to_muon
+from deepspeed.muon.cli.try_ import multiplied
+from deepspeed.muon.zero.tried_run import VARIABLE, replacements
+from helpers import tried
+from helpers.distributed import run
+from helpers.tried import ADAMW, CONFIGS, RATE
+
+
+def of_rank_0(script: str, world_size: int, stage: int, folder: Path, **variant: Any) -> tuple[list[Any], Any]:
+    """The exit codes of all ranks, and the records."""
+    results = run(tried.train_as_tried, world_size, script=script, stage=stage, folder=folder, **variant)
+    codes, records = zip(*results, strict=True)
+    return list(codes), records[0]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("script", CONFIGS)
+def test_muon_trains_as_with_its_config_at_a_multiple_of_the_rate(
+    script: str, stage: int, world_size: int, tmp_path: Path
+) -> None:
+    """Also where the script builds AdamW and its schedule."""
+    section = to_muon("", {"optimizer": ADAMW})[0]["optimizer"]
+    sections = multiplied({"optimizer": section} | CONFIGS[script] | {"optimizer": section}, 4.0)
+    same = "function that builds the schedule" if "scheduler" not in sections else script
+    expected = run(tried.train_plainly, world_size, script=same, stage=stage, steps=5, sections=sections)[0]
+    changes = {"optimizer": section} if CONFIGS[script] else {}
+    codes, records = of_rank_0(script, world_size, stage, tmp_path, muon=True, factor=4.0, changes=changes)
+    assert codes == [0] * world_size
+    first, *steps, last = records
+    assert [step["loss"] for step in steps] == pytest.approx(expected, rel=1e-6)
+    factors = (1, 1, 1.75, 2.5, 3.25) if script.startswith("schedule") else (1, 2, 3, 4, 4)
+    assert [step["lr"] for step in steps] == [factor * RATE for factor in factors]
+    assert all(step["peak"] > 2**20 for step in steps) and last == {"end": "done"}
+    assert first["built_by_script"] is not bool(CONFIGS[script])
+
+
+@pytest.mark.parametrize("script", list(CONFIGS)[1:])
+def test_adamw_trains_as_it_is(script: str, tmp_path: Path) -> None:
+    expected = run(tried.train_plainly, 2, script=script, stage=2, steps=5, sections=CONFIGS[script])[0]
+    codes, records = of_rank_0(script, 2, 2, tmp_path)
+    assert codes == [0, 0]
+    assert [step["loss"] for step in records[1:-1]] == pytest.approx(expected, rel=1e-6)
+    params = records[0]["config"]["optimizer"]["params"]
+    assert (params["lr"], params["weight_decay"], list(params["betas"])) == (RATE, 0.5, [0.9, 0.95])
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    codes, records = of_rank_0("function that builds the schedule", 2, 2, tmp_path, factor=1e30)
+    assert codes == [0, 0] and records[-1] == {"end": "diverged"} and len(records) < 6
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    found = run(tried.problems, 1, folder=tmp_path)[0]
+    assert "has loaded a checkpoint of step 7" in found["a loaded checkpoint"]
+    assert "loss of a step is unknown" in found["loss.backward"]
+    assert "the run has Muon already" in found["Muon already"]
+    assert "the script passes SGD" in found["another optimizer"]
+
+
+def test_a_repeat_moves_the_seed(tmp_path: Path) -> None:
+    assert run(tried.seeded, 1, folder=tmp_path) == [True]
+
+
+def test_a_node_without_the_file_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert replacements() == {}
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "none.json"))
+    with pytest.raises(SystemExit, match="all nodes must share --out"):
+        replacements()
