@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import runpy
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,7 +84,9 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with a suggestion if a flag is misspelled."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but report unknown flags before missing ones."""
+        """Parse like argparse, but show help without arguments, and report unknown flags before missing ones."""
+        if self._subparsers and not (sys.argv[1:] if args is None else args):
+            args = ["--help"]
         known = list(self._option_string_actions)  # an unknown flag may be the missing one, misspelled
         own = [] if self._subparsers else itertools.takewhile(lambda argument: argument != "--", args)
         for flag in [argument.partition("=")[0] for argument in own]:  # what follows -- is the user's command

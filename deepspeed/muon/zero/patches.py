@@ -292,9 +292,10 @@ def install() -> None:
             f"deepspeed-muon was tested on DeepSpeed {oldest} to {newest}, but {version} is installed; if training "
             "fails or gives other results, install a tested version"
         )
-    for seam, function in [*REPLACEMENTS.items(), *of_tried_run().items()]:
-        owner, name = seam.find()
-        _undo.append(replace(owner, name, function, when=has_muon if seam in WITH_MUON else None))
+    for replacements, when in ((ALWAYS, None), (WITH_MUON, has_muon), (of_tried_run(), None)):
+        for seam, function in replacements.items():
+            owner, name = seam.find()
+            _undo.append(replace(owner, name, function, when=when))
     # torch before 2.15 waits forever for the lock file of a process that was killed; the replacement logs which it is.
     with suppress(ImportError):
         _undo.append(replace(importlib.import_module("torch.utils.file_baton").FileBaton, "wait", wait_for_torch))
