@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `ds_muon try` does inside a run: the optimizer, its rate, the record, and the end."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ from deepspeed.muon.cli.try_ import multiplied
 from deepspeed.muon.zero.tried_run import VARIABLE, replacements
 from helpers import tried
 from helpers.distributed import run
+from helpers.ports import free_port
 from helpers.tried import ADAMW, CONFIGS, RATE
 
 
@@ -52,6 +57,33 @@ def test_adamw_trains_as_it_is(script: str, tmp_path: Path) -> None:
     assert [step["loss"] for step in records[1:-1]] == pytest.approx(expected, rel=1e-6)
     params = records[0]["config"]["optimizer"]["params"]
     assert (params["lr"], params["weight_decay"], list(params["betas"])) == (RATE, 0.5, [0.9, 0.95])
+
+
+SCRIPT = """
+import torch, deepspeed
+net = torch.nn.Linear(8, 8)
+config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}}
+engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+for _ in range(20):
+    engine.backward(engine(torch.ones(1, 8, device=engine.device)).square().sum())
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize("is_muon", [False, True])
+def test_a_script_without_a_word_of_muon_is_recorded(is_muon: bool, tmp_path: Path) -> None:
+    """By the entry point alone, for both optimizers."""
+    changes = {"optimizer": {"type": "Muon", "params": {"lr": 0.1, "muon_include": ["weight"]}}} if is_muon else {}
+    variant = {"muon": is_muon, "factor": 1.0, "changes": changes, "seed": 0, "steps": 3}
+    (tmp_path / "variant.json").write_text(json.dumps(variant | {"records": str(tmp_path / "records.jsonl")}))
+    env = {name: value for name, value in os.environ.items() if "AUTOLOAD" not in name}
+    env |= {VARIABLE: str(tmp_path / "variant.json"), "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0"}
+    env |= {"WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    _, *steps, last = map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines())
+    assert [step["step"] for step in steps] == [1, 2, 3] and last == {"end": "done"}
+    assert ("deepspeed-muon" in done.stderr and "Muon updates 1 matrices" in done.stderr) is is_muon
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
