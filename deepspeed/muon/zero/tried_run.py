@@ -167,9 +167,9 @@ class TriedRun:
         """Return (mean loss of the ranks that have one, largest memory of a rank in bytes); a collective."""
         loss = self._losses.pop(engine, None)
         rank = torch.distributed.get_rank()
-        rows = torch.zeros(torch.distributed.get_world_size(), 3, device="cpu")
+        rows = torch.zeros(torch.distributed.get_world_size(), 3, dtype=torch.float64, device="cpu")
         if loss is not None:  # only the last stage of a pipeline has one
-            rows[rank, :2] = torch.tensor([float(loss), 1.0])
+            rows[rank, 0], rows[rank, 1] = float(loss), 1.0
         rows[rank, 2] = get_accelerator().max_memory_allocated()
         losses, counts, peaks = summed(rows).cpu().unbind(1)
         if not counts.sum():

@@ -64,6 +64,7 @@ IN_FP64 = {
     "model.routing": "dtypes of the user's parameters",
     "exchange.groups": "where `has_fp64`",
     "monitor": "on the CPU",
+    "zero.tried_run": "on the CPU",
 }
 KINDS = ("torch.cuda", "torch.mps", "torch.npu", "torch.xpu", "torch.hpu", "torch.backends.cuda", "torch.backends.mps")
 
