@@ -98,8 +98,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     _phase: Phase = nullcontext
     _stats: StepStats | None = None
     _is_skip_logged = False
-    #: First tensor of a partition -> its matrices without a gradient in this step; ``None`` before the first look.
-    _without_gradient: dict[Tensor, frozenset[str]] | None = None
+    #: Whether this step has looked for matrices without gradient.
+    _has_looked = False
 
     def __init__(
         self, params: Iterable[Any], *, model: nn.Module, settings: MuonConfig | None = None, **config: Any
@@ -124,6 +124,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._frozen = weakref.WeakValueDictionary({n: p for n, p in model.named_parameters() if not p.requires_grad})
         #: First tensor of a partition of Muon parameters -> the step of that partition.
         self._steps: dict[Tensor, PartitionStep] = {}
+        #: First tensor of a partition that is looked at and not yet updated -> its matrices without gradient.
+        self._without_gradient: dict[Tensor, frozenset[str]] = {}
         self._adam_partitions: list[Partition] = []
         self._blocks: dict[Tensor, Blocks] = {}
         #: Tensor that AdamW updates -> the parts of parameters that are stored in it.
@@ -305,7 +307,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         With QK-clip, a collective: exchange the largest attention logits with the ranks that train the same layers.
         """
-        self._is_skip_logged, self._without_gradient = False, None
+        self._is_skip_logged = self._has_looked = False
         if self.context.is_logging or self.stage:  # the parameters of other pipeline stages are unknown to rank 0
             warn_of_late_parameters(self._frozen)
         if self.qk_clip:
@@ -426,7 +428,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.begin_step()
         groups = [group for group in self.param_groups if group["params"]]
         steps = [self._step_of(group) if group["use_muon"] else None for group in groups]
-        without_gradient = self._find_without_gradient([step for step in steps if step is not None])
+        without_gradient = iter(self._find_without_gradient([step for step in steps if step is not None]))
         # One answer for all ranks and groups, before the first group is updated: either all are updated or none.
         if not self._is_finite():
             self.report_skip()
@@ -439,7 +441,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if step is None:
                 self._adam_step(group)
             else:
-                self._muon_step(group, step, left_alone := without_gradient[group["params"][0]])
+                self._muon_step(group, step, left_alone := next(without_gradient))
             if self.qk_clip:
                 plan = None if step is None else step.plan
                 self.qk_clip.apply(group["params"], plan, left_alone, kernels=self.context.kernels, work=self.workspace)
@@ -489,28 +491,33 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             )
         return step
 
-    def _find_without_gradient(self, steps: Sequence[PartitionStep]) -> dict[Tensor, frozenset[str]]:
-        """Return {first tensor of a partition: names of its matrices whose gradient is zero on all ranks}.
+    def _find_without_gradient(self, steps: Sequence[PartitionStep]) -> list[frozenset[str]]:
+        """Return for each of ``steps`` the names of its matrices whose gradient is zero on all ranks; a collective.
 
-        A collective. ``steps``: those that this call of :meth:`step` takes. In the first call of a step all partitions
-        are looked at whose gradients are in memory, so that the host waits for the device once.
+        The first call of a step looks at all partitions whose gradients are in memory, so that the host waits for the
+        device once.
         """
-        looks: list[tuple[PartitionStep, Gradients]]
-        looks = [(step, [pieces_of(tensor) for tensor in step.partition.tensors]) for step in steps]
-        if self._without_gradient is None:
-            own, self._without_gradient = {id(step) for step in steps}, {}
-            others = [step for step in self._steps.values() if id(step) not in own]
+        firsts = [step.partition.tensors[0] for step in steps]
+        # Each look serves one update, so a script may call the wrapper's step without the engine's ``begin_step``.
+        if not self._has_looked or not all(first in self._without_gradient for first in firsts):
+            looks: list[tuple[PartitionStep, Gradients]]
+            looks = [(step, [pieces_of(tensor) for tensor in step.partition.tensors]) for step in steps]
+            others = (step for tensor, step in self._steps.items() if all(tensor is not first for first in firsts))
             found = [(step, self.context.gradients(step.partition)) for step in others]
             looks += [(step, [pieces]) for step, pieces in found if pieces is not None]
-        looks = [look for look in looks if look[0].partition.tensors[0] not in self._without_gradient]
+            self._look(looks)
+        return [self._without_gradient.pop(first) for first in firsts]
+
+    def _look(self, looks: Sequence[tuple[PartitionStep, Gradients]]) -> None:
+        """Find the matrices without gradient of some partitions, given as (its step, its gradients); a collective."""
         with self._phase("prepare"):
             names = without_gradient([step.gradients for step, _ in looks], [g for _, g in looks], self.context.read)
+        self._without_gradient, self._has_looked = {}, True
         for (step, _), of_step in zip(looks, names, strict=True):
             self._without_gradient[step.partition.tensors[0]] = of_step
             if self._stats is not None:
                 # All ranks that share the plan count the same matrices, and their counts are added up.
                 self._stats.without_gradient += len(of_step) / step.sharers
-        return self._without_gradient
 
     def _muon_step(self, group: dict[str, Any], step: PartitionStep, without_gradient: frozenset[str]) -> None:
         states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]

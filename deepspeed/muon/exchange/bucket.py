@@ -70,11 +70,6 @@ class GridCopy(NamedTuple):
         """Return the number of elements in all ``times`` repetitions of the copy."""
         return self.times * self.rows * self.cols
 
-    @property
-    def extent(self) -> int:
-        """Return the length of one copy in the tensor where its rows are spaced: all rows and the gaps between them."""
-        return (self.rows - 1) * self.pitch + self.cols
-
 
 class ShardRun(NamedTuple):
     """A part of one matrix that this rank's shard holds: consecutive elements, or equally spaced rows.

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon import MuonWithAuxAdam
 from helpers.distributed import run
-from helpers.models import Absent, make_batch, train_engine
+from helpers.models import Absent, full_weights, make_batch, train_engine
 from helpers.oracles import change_error
 from helpers.parity import STEPS
 from helpers.records import monitored, records
 from helpers.settings import SETTINGS
-from helpers.training import PARAMS, make_engine
+from helpers.training import PARAMS, ds_config, make_engine
 
 
 def train_with_ddp() -> dict[str, Tensor]:
@@ -87,3 +87,24 @@ def test_records_count_them(tmp_path: Path) -> None:
     run(write_records, 2, folder=str(tmp_path))
     found = [value for _, value in records(tmp_path)["matrices_without_gradient"]]
     assert found == [sum(step in steps for steps in Absent.ABSENT.values()) for step in range(STEPS)]
+
+
+def stepped_by(call: str, stage: int) -> dict[str, Tensor]:
+    """The weights after steps of the engine, or of the wrapper that it holds as ``engine.optimizer``."""
+    engine = make_engine(
+        net := Absent(),
+        ds_config(stage=stage, optimizer={"type": "Muon", "params": PARAMS | {"muon_split": Absent.SPLIT}}),
+    )
+    for step in range(STEPS):
+        engine.backward(engine(*make_batch(net, step, 0, dist.get_rank(), 2)))
+        (engine if call == "engine" else engine.optimizer).step()
+    weights = full_weights(engine.module)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_script_that_steps_the_wrapper_itself_gets_the_same_weights(stage: int) -> None:
+    """Each step looks at its own gradients, whoever calls it."""
+    ours, theirs = (run(stepped_by, 2, call=call, stage=stage)[0] for call in ("engine", "wrapper"))
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
