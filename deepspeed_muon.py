@@ -69,9 +69,11 @@ def _watch(config_module) -> None:
     @functools.wraps(original)
     def read(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        name, known = (self.optimizer_name or "").lower(), config_module.DEEPSPEED_OPTIMIZERS
-        # An unknown name may be a misspelt one. Once the package is imported, it looks at configs itself.
-        if "deepspeed.muon" not in sys.modules and name and (name == "muon" or name not in known):
+        if "deepspeed.muon" in sys.modules or not self.optimizer_name:  # the package looks at configs itself
+            return
+        name = self.optimizer_name
+        is_other = name.lower() in config_module.DEEPSPEED_OPTIMIZERS or hasattr(sys.modules["torch"].optim, name)
+        if name.lower() == "muon" or not is_other:  # an unknown name may be a misspelt one
             importlib.import_module("deepspeed.muon")
             importlib.import_module("deepspeed.muon.zero.patches").take_config(self)
 

@@ -10,6 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.muon.kernels import kernel_set, native, triton_table
 from deepspeed.muon.kernels.kernel_set import KernelSet
 
+#: Device types that have fast kernels: C++ and Triton. Others run plain PyTorch.
+WITH_FAST_KERNELS = ("cpu", "cuda")
 #: Device type -> why its fast kernels cannot be used; ``None`` if they can.
 Unavailable = dict[str, str | None]
 

@@ -54,19 +54,21 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     take_config(self)
 
 
-def take_config(self: Any) -> None:
+def take_config(config: Any) -> None:
     """Parse the settings of Muon in a ``DeepSpeedConfig``, and raise if they are wrong or not supported."""
-    _refuse_misspelt(self.optimizer_name)
-    if is_muon(self.optimizer_name):
-        self.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
+    _refuse_misspelt(config.optimizer_name)
+    if is_muon(config.optimizer_name):
+        config.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
-        self.optimizer_params = without_double_clipping(
-            self.optimizer_params, self.gradient_clipping, self.global_rank == 0
+        config.optimizer_params = without_double_clipping(
+            config.optimizer_params, config.gradient_clipping, config.global_rank == 0
         )
-        params = (self.optimizer_params or {}).items()
-        self.muon_settings = parse({key: value for key, value in params if not (key in FILLED_BY and value == "auto")})
-        refuse_unsupported(self, self.muon_settings)
-        check_section(self._param_dict.get("checkpoint"))
+        params = (config.optimizer_params or {}).items()
+        config.muon_settings = parse(
+            {key: value for key, value in params if not (key in FILLED_BY and value == "auto")}
+        )
+        refuse_unsupported(config, config.muon_settings)
+        check_section(config._param_dict.get("checkpoint"))
     _keep_user_tags()
 
 

@@ -12,7 +12,7 @@ import torch
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import logger
 from deepspeed.muon.exchange.plan import GlobalPlan
-from deepspeed.muon.kernels.selection import summary
+from deepspeed.muon.kernels.selection import WITH_FAST_KERNELS, summary
 from deepspeed.muon.math.rules import SCALES, update_rms
 from deepspeed.muon.model.projections import stages_of
 from deepspeed.muon.model.routing import head_note
@@ -63,7 +63,7 @@ def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
     how = (*preset, _size_of_updates(config), _where_and_in(optimizer), REST) if matrices else ()
     logger.info("deepspeed-muon %s: %s%s", __version__, place, "; ".join([", ".join(facts), *how]))
     if matrices:
-        _warn_of_slow_steps(engine, optimizer)
+        _warn_of_slow_steps(optimizer)
         logger.debug("deepspeed-muon: %s%s", place, "; ".join(_update_phrases(optimizer, matrices)))
         logger.debug("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer)))
     if config.preset != "none":
@@ -132,21 +132,20 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
     return (
         f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}",
         *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
+        *_work_division(engine, optimizer),
         *shares_cpus,
         f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         *([f"ns_method {', '.join(methods)} in groups that set it"] if methods else ()),
     )
 
 
-def _warn_of_slow_steps(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Warn of what makes a step slower than it could be: no fast kernels, work that is not shared, unused CPUs."""
+def _warn_of_slow_steps(optimizer: MuonWithAuxAdam) -> None:
+    """Warn of what makes a step slower than it could be: fast kernels that do not work here, unused CPUs."""
     context, threads = optimizer.context, torch.get_num_threads()
-    reasons = [f"{kind}: {reason}" for kind, reason in context.unavailable.items() if reason]
     found = []
-    if reasons and optimizer.config.kernels == "auto":
+    lacking = any(context.unavailable.get(kind) for kind in WITH_FAST_KERNELS)
+    if lacking and optimizer.config.kernels == "auto":
         found.append(f"kernels: {summary(context.kernels, context.unavailable)}")
-    if alone := _repeated_work(engine, optimizer):
-        found.append(f"each rank orthogonalizes {alone} itself; zero_optimization.stage 1 shares this work")
     on_cpu = any(tensor.is_cpu for partition in optimizer.all_partitions for tensor in partition.tensors)
     if on_cpu and context.threads is not None and context.threads >= CPUS_PER_THREAD_TO_ADVISE * threads:
         found.append(
@@ -167,12 +166,15 @@ def _why_dtype(optimizer: MuonWithAuxAdam) -> str:
     return "this CPU multiplies it fastest" if is_cpu else "as fast as bf16, and more exact"
 
 
-def _repeated_work(engine: Any, optimizer: MuonWithAuxAdam) -> str:
-    """Return what every rank computes for itself at stage 0: "everything", "the small groups", or ""."""
+def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
+    """Return a phrase on how ranks divide the work at stage 0; none at other stages, on one rank, with other splits."""
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
-        return ""
+        return []
     shared = [partition.is_replicated for partition in optimizer.partitions]
-    return "" if all(shared) else "the small groups" if any(shared) else "everything"
+    if all(shared):
+        return ["the ranks share Newton-Schulz"]
+    alone = "the small groups" if any(shared) else "everything"
+    return [f"each rank orthogonalizes {alone} itself, which takes less time than to share it"]
 
 
 def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:

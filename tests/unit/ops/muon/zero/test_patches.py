@@ -160,7 +160,9 @@ def then_follow(self, *args, **kwargs):
 DeepSpeedConfig.__init__ = then_follow
 net = torch.nn.Linear(8, 8)
 config = {"train_batch_size": 1, "zero_optimization": {"stage": int(os.environ["STAGE"])}}
-config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+config["optimizer"] = {"AdamW": {"type": "AdamW", "params": {"torch_adam": True}}}.get(os.environ["TYPE"])
+config["optimizer"] = config["optimizer"] or {"type": os.environ["TYPE"], "params": {"lr": 0.1}}
+config["zero_allow_untested_optimizer"] = True
 engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
 for _ in range(2):
     engine.backward(engine(torch.ones(1, 8, device=engine.device)).sum())
@@ -172,11 +174,13 @@ assert {*calls} <= {"_watch.<locals>.read"} and "deepspeed.muon" not in sys.modu
 """
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_run_with_adamw_executes_nothing_of_ours_after_its_config_is_read(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "stage"), [("AdamW", 0), ("AdamW", 3), ("NAdam", 0)])
+def test_another_optimizer_executes_nothing_of_ours_after_its_config_is_read(
+    kind: str, stage: int, tmp_path: Path
+) -> None:
     env = {name: value for name, value in os.environ.items() if "AUTOLOAD" not in name} | {"DS_ACCELERATOR": "cpu"}
     env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    env |= {"MASTER_PORT": str(free_port()), "STAGE": str(stage)}
+    env |= {"MASTER_PORT": str(free_port()), "STAGE": str(stage), "TYPE": kind}
     command = [sys.executable, "-c", WITH_ADAMW]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
