@@ -16,8 +16,7 @@ from torch import Tensor
 
 from benchmarks import report
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
-from deepspeed.muon.math.coefficients import SIMPLE, schedule
-from deepspeed.muon.math.newton_schulz import DTYPES, method_of, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, SIMPLE, method_of, orthogonalize, schedule
 
 sys.path[1:1] = [str(report.ROOT / folder) for folder in ("tests/unit/ops/muon", "examples/pretrain_gpt")]
 

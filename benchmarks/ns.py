@@ -12,8 +12,7 @@ from benchmarks.rates import DTYPES, Rates, alternate, measure, summary
 from benchmarks.roofline import has_symmetric, least_flops
 from deepspeed.muon.kernels import kernel_set, selection, triton_table
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
-from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
+from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize, schedule
 
 SIMPLE = schedule("simple", 5)
 #: Elements of a batch, a bucket of the exchange in bf16; smaller dimension up to which errors are measured on a CPU.

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import exactness as tables
 from benchmarks import report
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
-from deepspeed.muon.math.coefficients import NAMED, schedule
-from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, method_of, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, NAMED, method_of, orthogonalize, schedule
 from helpers.oracles import newton_schulz_fp64
 
 ROWS, COLS = 192, 768

@@ -18,9 +18,8 @@ from benchmarks.rates import DTYPES, Rates
 from deepspeed.muon.forecast import GroupSpec, lay_out, step_cost
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet
-from deepspeed.muon.layout.block import Block
-from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import flops, method_of
+from deepspeed.muon.layout import Block
+from deepspeed.muon.math.newton_schulz import flops, method_of, schedule
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.zero.read_config import Layout
 

@@ -16,9 +16,7 @@ from typing import Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from deepspeed.muon.config.messages import ELSEWHERE, allowed
-from deepspeed.muon.config.presets import PRESETS
-from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import GROUP_KEYS, STOCK_TUNING_KEYS
+from deepspeed.muon.config.schema import GROUP_KEYS, PRESETS, STOCK_TUNING_KEYS, MuonConfig
 from deepspeed.muon.math.rules import SCALES, update_rms
 
 DOCS = Path(__file__).parent

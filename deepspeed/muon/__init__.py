@@ -10,7 +10,7 @@ from deepspeed.muon.errors import (
     SeamError,
     UnsupportedError,
 )
-from deepspeed.muon.layout.block import Block
+from deepspeed.muon.layout import Block
 from deepspeed.muon.model.routing import route
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam

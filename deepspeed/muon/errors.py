@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 
 class MuonConfigError(ValueError):
@@ -53,9 +51,6 @@ class ModelError(ValueError):
     """``ds_muon`` cannot build the model; the message says what was passed and what is expected."""
 
 
-#: :func:`log_if_slow` logs what takes at least this many seconds.
-SLOW = 2.0
-
 logger = logging.getLogger("deepspeed.muon")
 
 if logger.level == logging.NOTSET:
@@ -65,15 +60,6 @@ if not logger.hasHandlers():
     _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
     logger.addHandler(_handler)
     logger.propagate = False
-
-
-@contextmanager
-def log_if_slow(what: str, is_logging_rank: bool) -> Iterator[None]:
-    """Log "``what`` took 2.3 s" if the ``with`` block takes at least :data:`SLOW` seconds and this rank logs."""
-    began = time.perf_counter()
-    yield
-    if (took := time.perf_counter() - began) >= SLOW and is_logging_rank:
-        logger.info("deepspeed-muon: %s took %.1f s", what, took)
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -19,10 +19,8 @@ from deepspeed.muon.exchange.memory import Demand, Memory, PartitionDemand, Peak
 from deepspeed.muon.exchange.partition import PlacedBlock, Shard, whole_shards
 from deepspeed.muon.exchange.plan import CostModel, GlobalPlan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
-from deepspeed.muon.layout.block import Block
-from deepspeed.muon.layout.placement import Placement, Spread
-from deepspeed.muon.math.coefficients import Schedule
-from deepspeed.muon.math.newton_schulz import exact_method, flops, method_of
+from deepspeed.muon.layout import Block, Placement, Spread
+from deepspeed.muon.math.newton_schulz import Schedule, exact_method, flops, method_of
 from deepspeed.muon.math.rules import Rule, scale_factor, state_shapes
 from deepspeed.muon.model.param_groups import check_options, split_groups
 from deepspeed.muon.model.routing import route

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.groups import all_maxima, summed
+from deepspeed.muon.exchange.consensus import all_maxima, summed
 from deepspeed.muon.kernels.kernel_set import chunks
 
 #: Name of a phase of a step -> a context manager, in which the phase runs.

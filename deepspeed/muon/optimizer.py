@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.config.presets import naming_preset_keys
-from deepspeed.muon.config.schema import MuonConfig, parse
+from deepspeed.muon.config.schema import MuonConfig, naming_preset_keys, parse
 from deepspeed.muon.describe import Description, describe
 from deepspeed.muon.errors import UnsupportedError, logger
-from deepspeed.muon.exchange.groups import Agreed, agreed, short_hash
+from deepspeed.muon.exchange.consensus import Agreed, agreed, short_hash
 from deepspeed.muon.exchange.partition import Partition, whole_partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import Exchange, Staging
 from deepspeed.muon.kernels.kernel_set import Workspace, fixed_numerics
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment, state_of
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.rules import Schedules
 from deepspeed.muon.model.param_groups import (
@@ -34,13 +33,13 @@ from deepspeed.muon.model.param_groups import (
     warn_of_odd_settings,
 )
 from deepspeed.muon.model.projections import stage_of
-from deepspeed.muon.model.routing import route, tag_parameters
+from deepspeed.muon.model.routing import route, tag_parameters, unwrapped
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
-from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree, unwrapped
-from deepspeed.muon.saved_state import OwnerState, SavedForm
+from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree
+from deepspeed.muon.saved_state import OwnerState, SavedForm, muon_state
 from deepspeed.muon.step import (
     Gradients,
     PartitionStep,
@@ -71,7 +70,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or parameter groups, which may have settings of their own
-            (:data:`deepspeed.muon.config.types.GROUP_KEYS`). The optimizer splits each group into two, its
+            (:data:`deepspeed.muon.config.schema.GROUP_KEYS`). The optimizer splits each group into two, its
             "halves": a Muon group and an AdamW group. A group's settings apply to both.
         model: the model that has the parameters. Its modules decide which parameters go to Muon, see
             :func:`deepspeed.muon.model.routing.route`. A user may decide for a parameter by setting
@@ -358,7 +357,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Return a tensor's state {key: tensor} for Muon (``use_muon``) or AdamW; create missing state as zeros."""
         state = self.state[tensor]
         if use_muon:
-            return state_of(state, tensor, self.config.momentum_dtype, self.blocks_of)
+            return muon_state(state, tensor, self.config.momentum_dtype, self.blocks_of)
         return adamw.state_of(state, tensor)
 
     def blocks_of(self, tensor: Tensor) -> Blocks:

@@ -11,39 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.groups import all_maxima, init_and_rank
+from deepspeed.muon.exchange.consensus import all_maxima, init_and_rank
 from deepspeed.muon.exchange.partition import whole_partition
 from deepspeed.muon.kernels.selection import choose, fast_dtype, unavailable_kernels
 from deepspeed.muon.step import StepContext
-
-
-def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
-    """Return (the user's module, DDP's process group) of a model that DDP or ``torch.compile`` may have wrapped.
-
-    The process group is ``None`` without DDP. Raise UnsupportedError if FSDP or DTensors shard the parameters.
-    """
-    inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
-    is_ddp = isinstance(inner, DistributedDataParallel)
-    module = inner.module if is_ddp else model
-    if kind := next(filter(None, map(_sharded_by, module.modules())), None):
-        raise UnsupportedError(
-            f"MuonWithAuxAdam needs whole parameters, but {kind} has split them into shards. Let DeepSpeed shard the "
-            'model instead: set "zero_optimization": {"stage": 3} and "optimizer": {"type": "Muon"} in ds_config.json; '
-            "or use DistributedDataParallel"
-        )
-    return module, inner.process_group if is_ddp else None
-
-
-def _sharded_by(module: nn.Module) -> str | None:
-    if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
-        return "FullyShardedDataParallel"
-    if any(type(param.data).__name__ == "DTensor" for param in module.parameters(recurse=False)):
-        return f"fully_shard, or other code that makes DTensors, in {type(module).__name__},"
-    return None
 
 
 def bind_without_sharding(optimizer: Any, replicas: Any) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.bucket import Bucket, GridCopy, ShardRun, Span
-from deepspeed.muon.exchange.groups import Agreed, short_hash
+from deepspeed.muon.exchange.consensus import Agreed, short_hash
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.exchange.plan import Plan, cost_model, plan_partition, without_collector
 from deepspeed.muon.exchange.run import BucketBuffers, Exchange, copy_from_grid, copy_to_grid, grid_view
@@ -34,9 +34,8 @@ from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet, RunKernels, Tiles
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Unavailable
-from deepspeed.muon.math.coefficients import Schedule
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, Blocks, State
-from deepspeed.muon.math.newton_schulz import DTYPES, exact_method, method_of, name_of, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, Schedule, exact_method, method_of, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rule, scale_factor
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 from deepspeed.muon.monitor import Phase, StepStats

@@ -21,8 +21,7 @@ from deepspeed.muon.cli.parser import EXPECTED
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.errors import ModelError
 from deepspeed.muon.forecast import GroupSpec, StepCost
-from deepspeed.muon.math.coefficients import Schedule
-from deepspeed.muon.math.newton_schulz import flops
+from deepspeed.muon.math.newton_schulz import Schedule, flops
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.zero.wrappers.adapter import replaced
 

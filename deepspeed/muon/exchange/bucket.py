@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from deepspeed.muon.exchange.partition import PlacedBlock
-from deepspeed.muon.layout.block import Piece
+from deepspeed.muon.layout import Piece
 
 #: (owner, matrix) pairs.
 OwnedBlocks = list[tuple[int, PlacedBlock]]

@@ -17,7 +17,7 @@ from deepspeed.muon.exchange.bucket import OwnedBlocks, batches_of
 from deepspeed.muon.exchange.partition import PlacedBlock
 from deepspeed.muon.exchange.plan import GlobalPlan
 from deepspeed.muon.kernels.kernel_set import batch_limit
-from deepspeed.muon.layout.placement import Spread
+from deepspeed.muon.layout import Spread
 from deepspeed.muon.math.newton_schulz import DTYPES, SYMMETRIC
 
 

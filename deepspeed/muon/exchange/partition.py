@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.layout.block import Block
-from deepspeed.muon.layout.placement import Placement, Spread, spread_of
+from deepspeed.muon.layout import Block, Placement, Spread, spread_of
 from deepspeed.muon.math.momentum_storage import Fragment, Rows
 from deepspeed.muon.model.splitting import MatrixSpec
 

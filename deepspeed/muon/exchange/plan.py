@@ -19,9 +19,8 @@ from functools import cached_property
 
 from deepspeed.muon.exchange.bucket import Bucket, OwnedBlocks, batch_key, bucket_of, replicated_bucket
 from deepspeed.muon.exchange.partition import PlacedBlock, Shard
-from deepspeed.muon.layout.placement import Spread
-from deepspeed.muon.math.coefficients import Schedule
-from deepspeed.muon.math.newton_schulz import flops
+from deepspeed.muon.layout import Spread
+from deepspeed.muon.math.newton_schulz import Schedule, flops
 
 #: Floating-point operations that take as long as sending one byte: for CPU cores over gloo, and for an accelerator over
 #: its fabric. Moving a matrix to a rank that does not hold it must save more than this per byte.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -113,38 +113,3 @@ def _chunks(absmax: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield (slice of elements, magnitudes of their blocks), :data:`CHUNK` blocks at a time."""
     for block in range(0, absmax.numel(), CHUNK):
         yield slice(block * BLOCK, (block + CHUNK) * BLOCK), absmax[block : block + CHUNK]
-
-
-def state_of(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable[[Tensor], Blocks]) -> State:
-    """Return ``state``, the Muon state of ``tensor``. If it has no momentum, add ``step`` and a momentum of zeros.
-
-    ``step`` is an fp32 scalar tensor on the CPU. The momentum is ``momentum_buffer``, with the tensor's shape. An int8
-    momentum is ``momentum_codes``, with the tensor's shape, and ``momentum_absmax``, fp32, one element for each
-    quantization block. ``momentum_dtype``: as for :func:`storage_dtype`. ``blocks``: function that returns a tensor's
-    quantization blocks; called only for int8.
-    """
-    if MOMENTUM not in state and CODES not in state:
-        # On the CPU, because each step reads the count, for schedules and random numbers, and would wait for a device.
-        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        dtype = storage_dtype(tensor, momentum_dtype)
-        if dtype == torch.int8:
-            state |= zero_codes(tensor.shape, blocks(tensor), tensor.device)
-        else:
-            state[MOMENTUM] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
-    return state
-
-
-def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
-    """Return an int8 momentum of zeros: the entries ``momentum_codes`` and ``momentum_absmax`` of a tensor's state."""
-    return {
-        CODES: torch.zeros(shape, dtype=torch.int8, device=device),
-        ABSMAX: torch.zeros(blocks.count, dtype=torch.float32, device=device),
-    }
-
-
-def storage_dtype(tensor: Tensor, momentum_dtype: str) -> torch.dtype:
-    """Return the torch dtype of a tensor's stored momentum, for ``momentum_dtype`` in the config.
-
-    ``bf16`` and ``int8`` mean themselves; ``fp32`` means the dtype of the tensor.
-    """
-    return {"bf16": torch.bfloat16, "int8": torch.int8}.get(momentum_dtype, tensor.dtype)

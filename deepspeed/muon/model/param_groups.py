@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.muon.config.messages import ELSEWHERE, nearest
-from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import GROUP_KEYS, HARMLESS, is_harmless
+from deepspeed.muon.config.schema import GROUP_KEYS, HARMLESS, MuonConfig, is_harmless
 from deepspeed.muon.errors import MuonConfigError, listed, logger
-from deepspeed.muon.layout.tensor_parallel import whole_shape
+from deepspeed.muon.layout import whole_shape
 from deepspeed.muon.model.projections import stages_of
 from deepspeed.muon.model.routing import shapes
 from deepspeed.muon.model.splitting import MatrixSpec, first_match

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from deepspeed.muon.layout.block import Cut
-from deepspeed.muon.layout.tensor_parallel import whole_shape
+from deepspeed.muon.layout import Cut, whole_shape
 
 QUERIES = frozenset({"q_proj", "query", "wq", "q_lin", "q", "q_b_proj"})
 KEYS = frozenset({"k_proj", "key", "wk", "k_lin", "k"})

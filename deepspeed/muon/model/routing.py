@@ -10,18 +10,19 @@ from names. A stack of experts is several matrices. The user's tags (``param.use
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.errors import MuonConfigError, listed
-from deepspeed.muon.layout.tensor_parallel import Sharding, local_shape, sharding_of, whole_shape
-from deepspeed.muon.model.lora import Factor, lora_factors
+from deepspeed.muon.errors import MuonConfigError, UnsupportedError, listed
+from deepspeed.muon.layout import Sharding, local_shape, sharding_of, whole_shape
 from deepspeed.muon.model.output_heads import find_output_heads
 from deepspeed.muon.model.projections import is_projection, shared_parameters
 from deepspeed.muon.model.splitting import (
+    Factor,
     MatrixSpec,
     Use,
     embedding_reason,
@@ -29,6 +30,7 @@ from deepspeed.muon.model.splitting import (
     is_convolution,
     is_linear_like,
     is_stack,
+    lora_factors,
     packed_experts,
     split_parameter,
     without_copy,
@@ -42,6 +44,31 @@ ROUTED_TAG = "_use_muon_routed"
 
 #: The dtypes of matrices that Muon can update. Of a complex matrix Newton-Schulz would read the real part only.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
+    """Return (the user's module, DDP's process group) of a model that DDP or ``torch.compile`` may have wrapped.
+
+    The process group is ``None`` without DDP. Raise UnsupportedError if FSDP or DTensors shard the parameters.
+    """
+    inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    is_ddp = isinstance(inner, DistributedDataParallel)
+    module = inner.module if is_ddp else model
+    if kind := next(filter(None, map(_sharded_by, module.modules())), None):
+        raise UnsupportedError(
+            f"MuonWithAuxAdam needs whole parameters, but {kind} has split them into shards. Let DeepSpeed shard the "
+            'model instead: set "zero_optimization": {"stage": 3} and "optimizer": {"type": "Muon"} in ds_config.json; '
+            "or use DistributedDataParallel"
+        )
+    return module, inner.process_group if is_ddp else None
+
+
+def _sharded_by(module: nn.Module) -> str | None:
+    if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+        return "FullyShardedDataParallel"
+    if any(type(param.data).__name__ == "DTensor" for param in module.parameters(recurse=False)):
+        return f"fully_shard, or other code that makes DTensors, in {type(module).__name__},"
+    return None
 
 
 class Route(NamedTuple):

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.config.types import ClipOptions
+from deepspeed.muon.config.schema import ClipOptions
 from deepspeed.muon.errors import UnsupportedError, logger
-from deepspeed.muon.exchange.groups import all_maxima
+from deepspeed.muon.exchange.consensus import all_maxima
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import grid_view
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.layout.block import Piece
+from deepspeed.muon.layout import Piece
 from deepspeed.muon.qk_clip.logits import Factors, clip_factors
 from deepspeed.muon.qk_clip.query_keys import Attention, Role
 

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.layout.block import Block, Cut, cut, matrices
-from deepspeed.muon.layout.tensor_parallel import local_shape, sharding_of, tp_rank, whole_shape
+from deepspeed.muon.layout import Block, Cut, cut, local_shape, matrices, sharding_of, tp_rank, whole_shape
 from deepspeed.muon.model.projections import (
     DEVICE_CLASSES,
     FUSED,

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import constants
 from torch import Tensor
 
-from deepspeed.muon.config.types import GROUP_KEYS
-from deepspeed.muon.errors import MuonConfigError, UnsupportedError, log_if_slow
-from deepspeed.muon.exchange.groups import short_hash, union
+from deepspeed.muon.config.schema import GROUP_KEYS
+from deepspeed.muon.errors import MuonConfigError, UnsupportedError, logger
+from deepspeed.muon.exchange.consensus import Facts, agree, differences, short_hash, union
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.monitor import Recorder
@@ -23,21 +29,20 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import split_hashes
 from deepspeed.muon.step import StepContext
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.checkpoint.universal import support_universal_checkpoints
-from deepspeed.muon.zero.consensus import Facts, agree, differences
-from deepspeed.muon.zero.engine_step import threads_per_rank, usable_cpus
+from deepspeed.muon.zero.checkpoint import universal
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
-from deepspeed.muon.zero.wrappers.adapter import Adapter
+from deepspeed.muon.zero.wrappers.adapter import Adapter, NormWatch, replace
 from deepspeed.muon.zero.wrappers.grids import grid_of, stage_number
-from deepspeed.muon.zero.wrappers.norms_and_scale import NormWatch
 from deepspeed.muon.zero.wrappers.stage0 import Plain, Stage0
 from deepspeed.muon.zero.wrappers.stage3 import Stage3
 from deepspeed.muon.zero.wrappers.stage12 import Bf16, Stage12
-from deepspeed.muon.zero.wrappers.tensor_parallel import partitions_over_tp
+from deepspeed.muon.zero.wrappers.tensor_parallel import whole_over_tp
 
 #: Keys of a parameter group that must be equal on all ranks of a stage. Keys that a user adds are not compared.
 COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
+#: The log names what takes at least this many seconds.
+SLOW = 2.0
 
 
 def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
@@ -89,7 +94,9 @@ def bind_engine(engine: Any) -> None:
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
     is_finite = adapter.watch_gradients()
     adapter.prepare(agreed["groups"])
-    partitions = partitions_over_tp(adapter, grid)
+    partitions = adapter.partitions()
+    if grid is not None and optimizer.config.tp_mode == "whole":
+        partitions = whole_over_tp(adapter, grid, partitions)
     device = torch.device(get_accelerator().current_device_name())  # also if ZeRO offloads the shards
     tensors = [tensor for partition in partitions for tensor in partition.tensors]
     kinds = sorted({device.type, *(tensor.device.type for tensor in tensors)})
@@ -118,9 +125,30 @@ def bind_engine(engine: Any) -> None:
     engine._muon_recorder = Recorder(optimizer, get_accelerator().synchronize) if is_recorded else None
     optimizer.saved_form.is_convertible = True  # for DeepSpeed's converter, which reads AdamW's names only
     adapter.patch_state_access()
-    support_universal_checkpoints(adapter)
+    _support_universal_checkpoints(adapter)
     if engine.global_rank in agreed["first_ranks"]:
         log_startup(adapter, agreed["matrices"])
+
+
+def _support_universal_checkpoints(adapter: Adapter) -> None:
+    """Make the adapter's engine load universal checkpoints, and save what DeepSpeed's converter needs."""
+    engine = adapter.engine
+    if getattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, None) is None:
+        info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
+    if hasattr(adapter.wrapper, "_load_universal_checkpoint"):  # not at stage 0
+        adapter.replace("_load_universal_checkpoint", functools.partial(universal.load, adapter))
+    if engine.load_universal_checkpoint():
+        replace(engine, "_get_all_ckpt_names", universal.either_name)
+
+
+@contextmanager
+def log_if_slow(what: str, is_logging_rank: bool) -> Iterator[None]:
+    """Log "``what`` took 2.3 s" if the ``with`` block takes at least :data:`SLOW` seconds and this rank logs."""
+    began = time.perf_counter()
+    yield
+    if (took := time.perf_counter() - began) >= SLOW and is_logging_rank:
+        logger.info("deepspeed-muon: %s took %.1f s", what, took)
 
 
 def compare_plans(engine: Any) -> None:
@@ -161,6 +189,26 @@ def _machine() -> str:
     """Return a name of this machine. Containers on different machines may have equal host names."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.exists() else socket.gethostname()
+
+
+def usable_cpus() -> list[int]:
+    """Return the numbers of the CPUs that this process may use: all of the node, or those that it is bound to."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
+    """Return how many threads each rank may use so that no CPU has more than one; at least 1, equal for all ranks.
+
+    Args:
+        machines: a name of the machine of each rank.
+        cpus: the result of :func:`usable_cpus` on each rank. Ranks of one machine share the CPUs that they
+            have in common.
+    """
+    ranks = Counter((name, cpu) for name, usable in zip(machines, cpus, strict=True) for cpu in usable)
+    shares = (sum(1 / ranks[name, cpu] for cpu in usable) for name, usable in zip(machines, cpus, strict=True))
+    return max(1, int(min(shares) + 1e-9))  # sums of thirds may be a little less than a whole number
 
 
 def _judge_settings(facts: list[Facts]) -> Facts:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -94,26 +92,6 @@ def _timed(timers: Any) -> Phase:
             timer.stop()
 
     return phase
-
-
-def usable_cpus() -> list[int]:
-    """Return the numbers of the CPUs that this process may use: all of the node, or those that it is bound to."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
-    """Return how many threads each rank may use so that no CPU has more than one; at least 1, equal for all ranks.
-
-    Args:
-        machines: a name of the machine of each rank.
-        cpus: the result of :func:`usable_cpus` on each rank. Ranks of one machine share the CPUs that they
-            have in common.
-    """
-    ranks = Counter((name, cpu) for name, usable in zip(machines, cpus, strict=True) for cpu in usable)
-    shares = (sum(1 / ranks[name, cpu] for cpu in usable) for name, usable in zip(machines, cpus, strict=True))
-    return max(1, int(min(shares) + 1e-9))  # sums of thirds may be a little less than a whole number
 
 
 @contextmanager

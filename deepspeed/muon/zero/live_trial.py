@@ -17,9 +17,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed.muon.exchange.groups import gathered
+from deepspeed.muon.exchange.consensus import Facts, gathered, with_type
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.consensus import Facts, with_type
 
 WIDTH, LAYERS, VOCABULARY = 1024, 2, 512
 #: Sequences in one rank's batch, and tokens in each; steps in a training.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,8 +28,14 @@ from deepspeed.muon.version import TESTED_DEEPSPEED
 from deepspeed.muon.zero.bind import ADAPTERS, agree_on_settings, bind_engine
 from deepspeed.muon.zero.checkpoint import load, save, universal
 from deepspeed.muon.zero.engine_step import record_backward, refuse_early_step, take_step
-from deepspeed.muon.zero.nvme_settings import check_nvme
-from deepspeed.muon.zero.refusals import ON_GPUS, check_section, refuse_engine, refuse_unsupported, renames_parameters
+from deepspeed.muon.zero.refusals import (
+    ON_GPUS,
+    check_nvme,
+    check_section,
+    refuse_engine,
+    refuse_unsupported,
+    renames_parameters,
+)
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.tried_run import replacements as of_tried_run
 from deepspeed.muon.zero.wrappers.adapter import Seam, has_muon, replace, replaced
@@ -301,7 +306,6 @@ def install() -> None:
     # torch before 2.15 waits forever for the lock file of a process that was killed; the replacement logs which it is.
     with suppress(ImportError):
         _undo.append(replace(importlib.import_module("torch.utils.file_baton").FileBaton, "wait", wait_for_torch))
-    _list_op()
     supported = importlib.import_module(_SUPPORTED.module).ZERO_SUPPORTED_OPTIMIZERS
     supported.append(MuonWithAuxAdam)  # so that ZeRO accepts it without zero_allow_untested_optimizer
     _undo.append(functools.partial(supported.remove, MuonWithAuxAdam))
@@ -351,17 +355,3 @@ def is_tested(version: str) -> bool:
     """Return whether this package was tested with DeepSpeed ``version``, such as ``"0.19.8"``."""
     oldest, newest = map(Version, TESTED_DEEPSPEED)
     return oldest <= Version(Version(version).base_version) <= newest
-
-
-def _list_op() -> None:
-    """Add this package's C++ kernels to the operations that ``ds_report`` lists."""
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-    from deepspeed.muon.kernels.builder import MuonBuilder
-
-    builder = MuonBuilder()
-    found = importlib.util.find_spec(builder.absolute_name()) is not None
-    for names, value in ((ALL_OPS, builder), (installed_ops, found)):
-        names[builder.NAME] = value
-        _undo.append(functools.partial(names.pop, builder.NAME))

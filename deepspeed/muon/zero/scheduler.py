@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.config.types import DEFAULT_ADAM_LR, DEFAULT_MUON_LR
+from deepspeed.muon.config.schema import DEFAULT_ADAM_LR, DEFAULT_MUON_LR, MuonConfig
 from deepspeed.muon.errors import MuonConfigError, logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 

@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed.muon.errors import SettingsError
-from deepspeed.muon.exchange.groups import summed
+from deepspeed.muon.exchange.consensus import summed
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.wrappers.adapter import Seam
 

@@ -8,8 +8,9 @@ DeepSpeed calls ``makedirs``, ``create``, ``save`` (once per file) and ``commit`
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,8 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from deepspeed.muon.errors import CheckpointError, logger
-from deepspeed.muon.exchange.groups import gathered
+from deepspeed.muon.exchange.consensus import differences, gathered, raise_on_all_ranks
 from deepspeed.muon.saved_state import read_mapped
-from deepspeed.muon.zero.consensus import arguments_of, compare_arguments, raise_on_all_ranks
 
 #: Suffix of the name of a file that is not complete yet.
 TEMPORARY = ".muon-tmp"
@@ -177,6 +177,35 @@ def micro_batches_done(engine: Any) -> int:
     if not is_managed or engine._is_gradient_accumulation_boundary is not None:
         return 0
     return engine.micro_steps % engine.gradient_accumulation_steps()
+
+
+#: Arguments of ``save_checkpoint`` and ``load_checkpoint`` that must be equal on all ranks.
+COMMON = {
+    "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
+    "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
+}  # fmt: skip
+
+
+def arguments_of(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
+    """Return {name: value} of all arguments of a call of the engine's method ``original``, defaults included."""
+    call = inspect.signature(original).bind(engine, *args, **options)
+    call.apply_defaults()
+    return call.arguments
+
+
+def compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
+    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
+    values = {name: value for name, value in arguments.items() if name in COMMON}
+    for name in {"save_dir", "load_dir"} & values.keys():
+        values[name] = str(Path(values[name]).absolute()) if values[name] else ""
+        if engine.use_node_local_storage():
+            values[name] = bool(values[name])  # nodes may have different folders
+    values["tag"] = None if values["tag"] is None else str(values["tag"])
+    if "custom_load_fn" in values:
+        values["custom_load_fn"] = values["custom_load_fn"] is not None
+    texts = {name: f"{call}: the argument {name}" for name in values}
+    if verdict := differences(gathered(values), texts):
+        raise CheckpointError(f"{verdict['error']}; pass the same value on all ranks. Nothing was written or changed")
 
 
 def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,11 +31,11 @@ from deepspeed.checkpoint import constants
 from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError, ImportStateError, listed, logger
+from deepspeed.muon.exchange.consensus import raise_on_all_ranks
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import NAMES, read_mapped, saved_groups
-from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.refusals import refuse_load_by_name
 from deepspeed.muon.zero.wrappers import stage3, stage12
 

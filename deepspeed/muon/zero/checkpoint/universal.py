@@ -20,7 +20,8 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.muon.errors import ImportStateError, UnsupportedError, logger
-from deepspeed.muon.layout.tensor_parallel import Sharding, sharding_of
+from deepspeed.muon.exchange.consensus import raise_on_all_ranks
+from deepspeed.muon.layout import Sharding, sharding_of
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.model.param_groups import expert_group
 from deepspeed.muon.model.splitting import MatrixSpec
@@ -45,30 +46,15 @@ from deepspeed.muon.zero.checkpoint.states_by_name import (
     match,
     write,
 )
-from deepspeed.muon.zero.consensus import raise_on_all_ranks
 from deepspeed.muon.zero.scheduler import apply_schedule
-from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam, replace
+from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam
 from deepspeed.muon.zero.wrappers.grids import tp_rank
 
 #: Replaced if the config asks for a universal checkpoint.
 SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine._get_all_ckpt_names"),)
 
 
-def support_universal_checkpoints(adapter: Adapter) -> None:
-    """Make the adapter's engine load universal checkpoints, and save what DeepSpeed's converter needs."""
-    from deepspeed.checkpoint import constants
-
-    engine = adapter.engine
-    if getattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, None) is None:
-        info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-        setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
-    if hasattr(adapter.wrapper, "_load_universal_checkpoint"):  # not at stage 0
-        adapter.replace("_load_universal_checkpoint", partial(_load, adapter))
-    if engine.load_universal_checkpoint():
-        replace(engine, "_get_all_ckpt_names", either_name)
-
-
-def _load(adapter: Adapter, original: Callable, path: str, load_states: bool, load_from_fp32_weights: bool) -> None:
+def load(adapter: Adapter, original: Callable, path: str, load_states: bool, load_from_fp32_weights: bool) -> None:
     """Replace the wrapper's ``_load_universal_checkpoint``: load the universal checkpoint ``path``; a collective.
 
     Raises:

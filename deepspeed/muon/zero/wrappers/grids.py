@@ -14,8 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import bwc
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.groups import gathered, own_group
-from deepspeed.muon.layout.tensor_parallel import TP_RANK
+from deepspeed.muon.exchange.consensus import gathered, own_group
+from deepspeed.muon.layout import TP_RANK
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 

@@ -17,22 +17,23 @@ from typing import Any, NamedTuple
 import deepspeed.comm as comm
 from torch import Tensor
 
-from deepspeed.muon.exchange.groups import Agreed, agreed
+from deepspeed.muon.exchange.consensus import Agreed, agreed
 from deepspeed.muon.exchange.partition import Partition
-from deepspeed.muon.layout.placement import Placement
+from deepspeed.muon.layout import Placement
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM
 from deepspeed.muon.model.routing import TAG
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step import are_finite
-from deepspeed.muon.zero.wrappers.adapter import Adapter, replace
-from deepspeed.muon.zero.wrappers.grids import tp_rank
-from deepspeed.muon.zero.wrappers.norms_and_scale import (
+from deepspeed.muon.zero.wrappers.adapter import (
     NORM_METHODS,
+    Adapter,
     is_valid,
+    replace,
     share_autocast_scale,
     with_all_experts,
     with_norms_of_all_stages,
 )
+from deepspeed.muon.zero.wrappers.grids import tp_rank
 
 #: The flat tensor of a group is padded to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 FLAT_ALIGNMENT = 2

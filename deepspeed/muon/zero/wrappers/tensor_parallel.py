@@ -13,9 +13,9 @@ from dataclasses import replace
 import deepspeed.comm as comm
 
 from deepspeed.muon.errors import UnsupportedError
-from deepspeed.muon.exchange.groups import gathered
+from deepspeed.muon.exchange.consensus import gathered
 from deepspeed.muon.exchange.partition import Partition, Shard
-from deepspeed.muon.layout.placement import Placement
+from deepspeed.muon.layout import Placement
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grids import Grid, tp_group
@@ -25,20 +25,17 @@ from deepspeed.muon.zero.wrappers.stage0 import Stage0
 Placements = Mapping[str, Placement]
 
 
-def partitions_over_tp(adapter: Adapter, grid: Grid | None) -> list[Partition]:
-    """Return the adapter's partitions, in which matrices that tensor parallelism splits are whole again. A collective.
+def whole_over_tp(adapter: Adapter, grid: Grid, partitions: Sequence[Partition]) -> list[Partition]:
+    """Return the adapter's ``partitions`` with the matrices that tensor parallelism splits made whole. A collective.
 
     In the :class:`Partition` of a Muon group, the shards of a parameter on several tensor-parallel ranks are planned as
-    one matrix, which all ranks of ``grid`` share. AdamW groups and experts are not changed. Nothing is changed with
-    ``tp_mode: shard``, or without tensor parallelism (``grid`` is ``None``).
+    one matrix, which all ranks of ``grid`` share. AdamW groups and experts are not changed.
 
     Raises:
         UnsupportedError: a stage-3 sub-group has different parameters on some ranks, or tensor parallelism splits
             experts.
     """
-    optimizer, partitions = adapter.optimizer, adapter.partitions()
-    if grid is None or optimizer.config.tp_mode == "shard":
-        return partitions
+    optimizer = adapter.optimizer
     group = tp_group(adapter.engine)
     # Experts must be whole; their partitions already have the ranks that hold the same experts.
     groups = optimizer.param_groups

@@ -62,7 +62,7 @@ OF_ONE_KIND = {
 IN_FP64 = {
     "math.rules": "where `has_fp64`",
     "model.routing": "dtypes of the user's parameters",
-    "exchange.groups": "where `has_fp64`",
+    "exchange.consensus": "where `has_fp64`",
     "monitor": "on the CPU",
     "zero.tried_run": "on the CPU",
 }
@@ -186,8 +186,8 @@ def collectives_of_deepspeed(name: str, module: ast.Module) -> list[str]:
 
 
 def groups_elsewhere(name: str, module: ast.Module) -> list[str]:
-    """Only `exchange.groups` makes process groups, which all ranks of the world must make in one order."""
-    others = () if name == "exchange.groups" else mentions(module)
+    """Only `exchange.consensus` makes process groups, which all ranks of the world must make in one order."""
+    others = () if name == "exchange.consensus" else mentions(module)
     return [one for one in others if GROUP_MAKERS.match(one.rpartition(".")[2])]
 
 

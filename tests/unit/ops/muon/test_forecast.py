@@ -24,7 +24,7 @@ from deepspeed.muon.forecast import (
     step_operations,
     stock_clipping,
 )
-from deepspeed.muon.layout.block import Block
+from deepspeed.muon.layout import Block
 from deepspeed.muon.math.newton_schulz import method_of
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.zero.read_config import Layout

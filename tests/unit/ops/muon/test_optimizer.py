@@ -73,7 +73,7 @@ def test_the_adam_half_equals_torch(decoupled: bool) -> None:
 @pytest.mark.parametrize("coefficients", ["simple", "polar_express", [[2.0, -1.5, 0.5]]])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_coefficients_and_methods_equal_the_oracle(coefficients: Any, method: str) -> None:
-    from deepspeed.muon.math.coefficients import schedule
+    from deepspeed.muon.math.newton_schulz import schedule
 
     model = MODELS["mlp"]()
     triples = schedule(coefficients if isinstance(coefficients, str) else tuple(map(tuple, coefficients)))

@@ -12,12 +12,10 @@ import torch
 from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam as Stock
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.config.presets import PRESETS
-from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.config.types import HARMLESS, STOCK_TUNING_KEYS, ClipOptions
+from deepspeed.muon.config.schema import HARMLESS, PRESETS, STOCK_TUNING_KEYS, ClipOptions, MuonConfig, parse
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.layout.block import Cut
-from deepspeed.muon.math import coefficients
+from deepspeed.muon.layout import Cut
+from deepspeed.muon.math import newton_schulz
 from helpers.distributed import run
 from helpers.logs import logged_at_start
 
@@ -42,7 +40,7 @@ def test_defaults_are_those_of_the_installed_stock(section: dict[str, Any] | Non
     assert config.muon_group() == rates | {"nesterov": True, "ns_method": "auto", "adjust_lr_fn": "original"}
     rates = {key: adam[key] for key in ("lr", "betas", "eps", "weight_decay")}
     assert config.adam_group() == rates | {"fused": True, "bias_correction": True}
-    assert (config.adam_w_mode, config.ns_dtype, config.schedule) == (True, "auto", (coefficients.SIMPLE,) * 5)
+    assert (config.adam_w_mode, config.ns_dtype, config.schedule) == (True, "auto", (newton_schulz.SIMPLE,) * 5)
 
 
 @pytest.mark.parametrize(

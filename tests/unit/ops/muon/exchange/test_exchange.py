@@ -13,9 +13,9 @@ from packaging.version import Version
 from torch import Tensor
 
 from deepspeed.muon.errors import DisagreementError, ExchangeError
+from deepspeed.muon.exchange.consensus import agree, differences
 from deepspeed.muon.exchange.run import Exchange, Staging
 from deepspeed.muon.kernels.kernel_set import Workspace
-from deepspeed.muon.zero.consensus import agree, differences
 from helpers.collectives import recorded
 from helpers.distributed import RankError, run
 from helpers.models import MODELS, train_engine

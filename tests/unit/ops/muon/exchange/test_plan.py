@@ -10,7 +10,7 @@ import pytest
 from deepspeed.muon.exchange.bucket import MAX_SPAN, Bucket
 from deepspeed.muon.exchange.partition import PlacedBlock, Shard
 from deepspeed.muon.exchange.plan import bucket_limit
-from deepspeed.muon.layout.placement import Placement
+from deepspeed.muon.layout import Placement
 from helpers.jobs import Part, random_job
 from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs
 from helpers.simulation import simulate

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from deepspeed.muon.kernels import native
 from deepspeed.muon.kernels.kernel_set import Workspace
-from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize
+from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize, schedule
 from helpers.kernels import native_bf16, operands, randn, step
 
 SHAPES = [(2, 130, 66), (2, 66, 130), (1, 200, 1100), (1, 1100, 200)]

@@ -9,7 +9,7 @@ from torch import nn
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.plan import CostModel
 from deepspeed.muon.forecast import ABSMAX_BYTES, StepCost, StepPart, group_specs, lay_out, step_cost
-from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.math.newton_schulz import schedule
 from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run
 from helpers.engine_state import owned_tensors

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deepspeed.muon.math.coefficients import NAMED
+from deepspeed.muon.math.newton_schulz import NAMED
 from helpers import wrong_configs
 from helpers.oracles import OracleConfig, newton_schulz_fp64, route, train_oracle
 from helpers.rules import muon_plus, normuon, unit_columns, unit_rows

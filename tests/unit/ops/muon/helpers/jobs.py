@@ -9,9 +9,7 @@ from random import Random
 
 from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import Plan, global_plan
-from deepspeed.muon.layout.block import Block, Cut, cut, matrices
-from deepspeed.muon.layout.placement import Placement
-from deepspeed.muon.layout.tensor_parallel import Sharding
+from deepspeed.muon.layout import Block, Cut, Placement, Sharding, cut, matrices
 from deepspeed.muon.model.splitting import MatrixSpec
 from helpers.plans import COST
 

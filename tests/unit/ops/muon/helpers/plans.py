@@ -11,8 +11,7 @@ from deepspeed.muon.exchange.memory import BatchSize, Demand, PartitionDemand
 from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import CostModel, Plan, global_plan
 from deepspeed.muon.forecast import GroupSpec
-from deepspeed.muon.layout.block import Block
-from deepspeed.muon.layout.placement import Placement
+from deepspeed.muon.layout import Block, Placement
 from deepspeed.muon.model.splitting import MatrixSpec
 
 

@@ -14,7 +14,7 @@ import torch
 from deepspeed.muon.exchange.bucket import Bucket
 from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import Plan
-from deepspeed.muon.layout.block import Block
+from deepspeed.muon.layout import Block
 from helpers.plans import all_to_all, places, spread
 
 #: The elements of a tensor or buffer; ``None`` for padding or what is not written yet.

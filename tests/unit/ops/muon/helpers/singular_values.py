@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from deepspeed.muon.math.coefficients import NAMED, Schedule, schedule
+from deepspeed.muon.math.newton_schulz import NAMED, Schedule, schedule
 
 #: Triples that all differ, so that any confusion of steps shows; each keeps singular values within (0, 1.3).
 VARIED: Schedule = (

@@ -10,7 +10,8 @@ from torch import Tensor
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import BLOCK, LEVELS, SMALLEST, block_count, decode, encode, key_of, noise
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, Blocks, Rows, zero_codes
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, Blocks, Rows
+from deepspeed.muon.saved_state import zero_codes
 from helpers.kernels import FLOATS, is_interpreted, randn, relative
 
 SIZES = [1, 31, 127, 128, 129, 1000, kernel_set.CPU_CHUNK + 77]

@@ -12,8 +12,7 @@ from torch import Tensor
 from deepspeed.muon.kernels import kernel_set, triton_table
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import block_count, key_of
-from deepspeed.muon.math.coefficients import schedule
-from deepspeed.muon.math.newton_schulz import orthogonalize
+from deepspeed.muon.math.newton_schulz import orthogonalize, schedule
 from helpers import kernels as helpers
 from helpers.kernels import check_multiply, check_product, check_slices, check_square, operands, relative, room, step
 from helpers.oracles import newton_schulz_fp64

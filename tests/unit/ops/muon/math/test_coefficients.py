@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from deepspeed.muon.math.coefficients import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule, segments
+from deepspeed.muon.math.newton_schulz import DEFAULT_STEPS, NAMED, SIMPLE, Schedule, schedule, segments
 from helpers.singular_values import image
 
 PUBLISHED_POLAR_EXPRESS = (

@@ -10,8 +10,18 @@ from torch import Tensor, nn
 
 from deepspeed.muon.kernels.kernel_set import TORCH, KernelSet, normalize
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
-from deepspeed.muon.math.coefficients import NAMED, SIMPLE, schedule
-from deepspeed.muon.math.newton_schulz import DTYPES, METHODS, NORM, exact_method, flops, method_of, orthogonalize
+from deepspeed.muon.math.newton_schulz import (
+    DTYPES,
+    METHODS,
+    NAMED,
+    NORM,
+    SIMPLE,
+    exact_method,
+    flops,
+    method_of,
+    orthogonalize,
+    schedule,
+)
 from helpers.kernels import native_bf16, relative
 from helpers.singular_values import SCHEDULES, SHAPES, generator, reference
 

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.kernels.selection import choose, unavailable_kernels
-from deepspeed.muon.math.coefficients import SIMPLE, Schedule, schedule
-from deepspeed.muon.math.newton_schulz import METHODS, SYMMETRIC, flops, orthogonalize
+from deepspeed.muon.math.newton_schulz import METHODS, SIMPLE, SYMMETRIC, Schedule, flops, orthogonalize, schedule
 from helpers.kernels import relative
 from helpers.singular_values import SHAPES, VARIED, generator, reference
 

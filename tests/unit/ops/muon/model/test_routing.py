@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.muon.layout.block import Block
+from deepspeed.muon.layout import Block
 from deepspeed.muon.model.output_heads import NAMES
 from deepspeed.muon.model.routing import route
 from helpers.foreign_models import WIDTH, Gpt, Swiglu, linear, module, nested, of_class, routes

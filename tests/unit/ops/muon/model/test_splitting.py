@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
-from deepspeed.muon.layout.block import Block, Cut, Piece, cut, matrices
-from deepspeed.muon.layout.tensor_parallel import AUTOTP
+from deepspeed.muon.layout import AUTOTP, Block, Cut, Piece, cut, matrices
 from deepspeed.muon.saved_state import fused_names
 from helpers.foreign_models import linear, module, routes, splits
 from helpers.models import Fused, TinyGpt

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from deepspeed.muon.step import are_finite
-from deepspeed.muon.zero.wrappers.adapter import replace
-from deepspeed.muon.zero.wrappers.norms_and_scale import NORM_METHODS, watch_norms
+from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, replace, watch_norms
 from helpers.contracts import Spoil
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
@@ -130,7 +129,7 @@ def test_one_bad_group_spoils_a_step_and_no_other(method: str, asks: bool) -> No
 
 def test_one_function_makes_answers_that_all_ranks_have_alike() -> None:
     makers = [path.name for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"\bAgreed\(", path.read_text())]
-    assert makers == ["groups.py"]
+    assert makers == ["consensus.py"]
 
 
 # ---- what is reported -----------------------------------------------------------------------------------------

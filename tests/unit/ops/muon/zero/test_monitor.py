@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.muon import monitor
+from deepspeed.muon.exchange.consensus import agree, raise_on_all_ranks
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.monitor import StepStats
 from deepspeed.muon.zero import engine_step
-from deepspeed.muon.zero.consensus import agree, raise_on_all_ranks
 from helpers import nvme
 from helpers.distributed import run
 from helpers.engine_state import differing

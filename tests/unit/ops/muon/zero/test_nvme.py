@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed.muon.zero.nvme_settings import buffers_needed, swap_threshold
+from deepspeed.muon.zero.refusals import buffers_needed, swap_threshold
 from helpers.engine_state import differing, named_states
 from helpers.models import train_engine
 from helpers.nvme import Wide, files_of, nvme_config, nvme_engine, run, weights_of
@@ -244,7 +244,7 @@ def what_is_wrong(folder: str, patches: dict[str, Any], params: dict[str, Any], 
 
 
 LIBRARY = {"deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible": False}
-LIMITED = {"deepspeed.muon.zero.nvme_settings._may_lock": False, "resource.getrlimit": (2**20, 2**20)}
+LIMITED = {"deepspeed.muon.zero.refusals._may_lock": False, "resource.getrlimit": (2**20, 2**20)}
 #: what is replaced, offload_param, offload_optimizer, words
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = {
     "library": (LIBRARY, {}, {}, ["cannot build async_io here; install libaio", "libaio-dev"]),

@@ -11,8 +11,8 @@ import torch
 from deepspeed.muon.exchange import plan as planning
 from deepspeed.muon.exchange.partition import Shard
 from deepspeed.muon.exchange.plan import global_plan
-from deepspeed.muon.layout.placement import Placement
-from deepspeed.muon.math.coefficients import schedule
+from deepspeed.muon.layout import Placement
+from deepspeed.muon.math.newton_schulz import schedule
 from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run
 from helpers.forecasts import check_against_the_engine, forecast

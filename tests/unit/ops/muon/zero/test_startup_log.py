@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import deepspeed.muon
-from deepspeed.muon.errors import log_if_slow
+from deepspeed.muon.zero.bind import log_if_slow
 from helpers.distributed import run
 from helpers.logs import logged, logged_at_start
 from helpers.models import Mlp
@@ -151,7 +151,7 @@ def test_the_table_has_every_shape_with_its_rate_and_owners(stage: int, world: i
 def test_what_takes_long_at_the_start_is_told() -> None:
     for waiting, rank, expected in ((0.0, True, 0), (0.06, True, 1), (0.06, False, 0)):
         with pytest.MonkeyPatch.context() as patch, logged() as said:
-            patch.setattr("deepspeed.muon.errors.SLOW", 0.05)
+            patch.setattr("deepspeed.muon.zero.bind.SLOW", 0.05)
             with log_if_slow("planning the exchange", rank):
                 time.sleep(waiting)
         assert len(said) == expected

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from deepspeed.muon import step
-from deepspeed.muon.zero.engine_step import limited_threads, threads_per_rank
+from deepspeed.muon.zero.bind import threads_per_rank
+from deepspeed.muon.zero.engine_step import limited_threads
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import Mlp

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement between ranks.
+"""One answer of all ranks: process groups, small collectives, and comparisons of what ranks state.
+
+All ranks of the world make the package's groups, in one order, before any step: if DeepSpeed has bound a process to its
+device, NCCL makes a group by splitting the world's communicator, which ranks outside of the group must call too.
+
+Collectives are called through torch, not through DeepSpeed: with ``comms_logger``, DeepSpeed's wrapper ends the process
+at an operation that it cannot log, such as ``all_gather_object``.
 
 :func:`agree` compares the ranks through torch's rendezvous store, before anything is built. Collectives would hang if
 a rank runs another optimizer. :func:`raise_on_all_ranks` makes an error on one rank an error on all ranks.
@@ -7,19 +13,134 @@ a rank runs another optimizer. :func:`raise_on_all_ranks` makes an error on one 
 
 from __future__ import annotations
 
-import inspect
+import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NewType, TypeVar
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
-from deepspeed.muon.errors import CheckpointError, DisagreementError
-from deepspeed.muon.exchange.groups import gathered, ranks_by_value
+from deepspeed.muon.errors import DisagreementError
+from deepspeed.muon.kernels.kernel_set import has_fp64
+
+#: An answer that is equal on all ranks. Only :func:`agreed` makes one.
+Agreed = NewType("Agreed", bool)
+
+
+def short_hash(text: str, digits: int = 16) -> str:
+    """Return the first ``digits`` hexadecimal digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def processes() -> int:
+    """Return the number of processes in the job; 1 if torch.distributed is not initialized."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def init_and_rank(group: Any) -> tuple[int, int]:
+    """Initialize ``deepspeed.comm`` if needed. Return (this process's rank in the process group, the group's size)."""
+    from deepspeed import comm  # type: ignore[attr-defined]
+
+    if not comm.is_initialized():
+        comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False)
+    return comm.get_rank(group=group), comm.get_world_size(group=group)
+
+
+def all_maxima(values: Tensor, group: Any) -> Tensor:
+    """Replace each element of ``values`` by its maximum over the ranks of ``group``; return ``values``.
+
+    ``group``: ``None`` for all ranks. A collective if the job has several processes.
+    """
+    if processes() > 1:
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
+    return values
+
+
+def summed(values: Tensor) -> Tensor:
+    """Return the elementwise sum of ``values`` over all ranks; a collective.
+
+    ``values``: an fp64 CPU tensor. The result is on the accelerator: fp64 if it supports this dtype, otherwise fp32.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    sums = values.to(torch.float64 if has_fp64(device) else torch.float32).to(device)
+    torch.distributed.all_reduce(sums)
+    return sums
+
+
+def agreed(has_passed: bool, *, group: Any = None, is_same_on_all_ranks: bool = False) -> Agreed:
+    """Return whether a check has passed on all ranks of ``group`` (``None``: all ranks).
+
+    ``has_passed``: whether it has passed on this rank. ``is_same_on_all_ranks``: whether all ranks check the same
+    numbers, such as a norm that ZeRO has reduced. If so, ``has_passed`` is returned. Otherwise this is a collective.
+    """
+    if is_same_on_all_ranks:
+        return Agreed(has_passed)
+    has_failed = torch.tensor(
+        float(not has_passed), dtype=torch.float32, device=get_accelerator().current_device_name()
+    )
+    return Agreed(not all_maxima(has_failed, group).item())
+
+
+def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return {value: ranks that have this value}. ``values``: the value of rank 0, of rank 1, and so on."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks of ``group`` (``None``: all ranks) as a list in rank order; a collective.
+
+    ``value``: this rank's value, which pickle must support.
+    """
+    values = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast(value: Any, source: int = 0) -> Any:
+    """Return on every rank the ``value`` that rank ``source`` passed, which pickle must support; a collective."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=source)
+    return values[0]
+
+
+def union(names: Iterable[str]) -> list[str]:
+    """Return the union of ``names`` over all ranks, in the same order on every rank; a collective."""
+    local = list(names)
+    digests = gathered(hashlib.sha256("\n".join(local).encode()).hexdigest())
+    firsts = [ranks[0] for ranks in ranks_by_value(digests).values()]
+    return list(dict.fromkeys(name for first in firsts for name in broadcast(local, first)))
+
+
+def own_group(wanted: Iterable[Sequence[int]], device: torch.device) -> Any:
+    """Make process groups, and return the one that this rank is in. All ranks of the world must call this together.
+
+    ``wanted``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks, each of which is in one
+    of them. ``device``: device of the tensors that will be sent.
+    """
+    own: Any = torch.distributed.group.WORLD
+    # In one order on all ranks, members or not: if NCCL splits the world's communicator, every rank must take part.
+    for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
+        group = torch.distributed.new_group(list(ranks), timeout=_timeout(device))
+        if torch.distributed.get_rank() in ranks:
+            own = group
+            # Use it once now: some backends build a group's connections only in its first collective.
+            torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=own)
+    return own
+
+
+def _timeout(device: torch.device) -> timedelta | None:
+    """Return the time limit of the world's collectives on ``device``; ``None``: torch's default."""
+    world: Any = torch.distributed.group.WORLD
+    return getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+
 
 Facts = dict[str, Any]
 Reduce = Callable[[list[Facts]], Facts]
@@ -193,34 +314,3 @@ def _join_messages(texts: list[str | None]) -> str:
         return str(texts[0])
     found = [(text, ranks) for text, ranks in ranks_by_value(texts).items() if text is not None]
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {str(ranks).strip('[]')}: {text}" for text, ranks in found)
-
-
-# ---- arguments of a call -----------------------------------------------------------------------------------------
-
-#: Arguments of ``save_checkpoint`` and ``load_checkpoint`` that must be equal on all ranks.
-COMMON = {
-    "save_dir", "load_dir", "tag", "save_latest", "exclude_frozen_parameters", "load_module_strict", "load_module_only",
-    "load_optimizer_states", "load_lr_scheduler_states", "custom_load_fn",
-}  # fmt: skip
-
-
-def arguments_of(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
-    """Return {name: value} of all arguments of a call of the engine's method ``original``, defaults included."""
-    call = inspect.signature(original).bind(engine, *args, **options)
-    call.apply_defaults()
-    return call.arguments
-
-
-def compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
-    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
-    values = {name: value for name, value in arguments.items() if name in COMMON}
-    for name in {"save_dir", "load_dir"} & values.keys():
-        values[name] = str(Path(values[name]).absolute()) if values[name] else ""
-        if engine.use_node_local_storage():
-            values[name] = bool(values[name])  # nodes may have different folders
-    values["tag"] = None if values["tag"] is None else str(values["tag"])
-    if "custom_load_fn" in values:
-        values["custom_load_fn"] = values["custom_load_fn"] is not None
-    texts = {name: f"{call}: the argument {name}" for name in values}
-    if verdict := differences(gathered(values), texts):
-        raise CheckpointError(f"{verdict['error']}; pass the same value on all ranks. Nothing was written or changed")
