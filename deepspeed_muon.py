@@ -9,6 +9,7 @@ untouched.
 import contextlib
 import functools
 import importlib.abc
+import logging
 import os
 import runpy
 import sys
@@ -24,11 +25,13 @@ def command() -> int:
     """Run the command ``ds_muon`` and return its exit status.
 
     Print help and errors in arguments before anything heavy is imported. What DeepSpeed prints when it is imported goes
-    to stderr, so that ``--json`` prints JSON only.
+    to stderr, so that ``--json`` prints JSON only, and its warnings about this machine do not appear.
     """
     runpy.run_path(str(Path(__file__).with_name("deepspeed") / "muon" / "cli" / "parser.py"))["parser"]().parse_args()
+    logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(sys.stderr):
         from deepspeed.muon.cli.main import main
+    logging.disable(logging.NOTSET)
     return main()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ from deepspeed.muon.exchange.partition import PlacedBlock, Shard, whole_shards
 from deepspeed.muon.exchange.plan import CostModel, GlobalPlan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
 from deepspeed.muon.layout import Block, Placement, Spread
-from deepspeed.muon.math.newton_schulz import Schedule, exact_method, flops, method_of
+from deepspeed.muon.math.newton_schulz import DTYPES, Schedule, exact_method, flops, method_of
 from deepspeed.muon.math.rules import Rule, scale_factor, state_shapes
 from deepspeed.muon.model.param_groups import check_options, split_groups
 from deepspeed.muon.model.routing import route
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.qk_clip.query_keys import attention_layers
-from deepspeed.muon.zero.read_config import Layout
+from deepspeed.muon.zero.read_config import Layout, Settings
 from deepspeed.muon.zero.wrappers import stage3, stage12
 
 #: Bytes that NCCL takes for all-to-all on each of so many GPUs.
@@ -112,6 +112,56 @@ def nccl_bytes(found: Estimate, device_type: str) -> float:
     peers = min(found.world_size, RANKS_OF_A_NODE) - 1
     has_all_to_alls = found.layout.stage > 0 and any(cost.collectives for cost in found.costs)
     return NCCL_BYTES * peers / (RANKS_OF_A_NODE - 1) if has_all_to_alls and device_type == "cuda" else 0.0
+
+
+#: Rows of :func:`device_bytes` that exist in a step only, when there are no activations; and those that do not.
+IN_STEP, NOT_IN_STEP = ("fp32_gradients", "scratch"), ("gathered_weights",)
+
+
+def device_bytes(found: Estimate, settings: Settings, frozen: int, device_type: str) -> dict[str, dict[str, float]]:
+    """Return the bytes that a rank needs on its device, without activations: {"muon": {row: bytes}, "adamw": ...}.
+
+    The counts are those of DeepSpeed's ``estimate_zero2_model_states_mem_needs``, with the dtypes and buffers of this
+    config, and the shards of stage 3. What is offloaded counts 0. ``frozen``: elements of frozen parameters.
+    """
+    buffers, stage = settings.buffers, found.layout.stage
+    itemsize, accumulated = DTYPES[buffers.dtype].itemsize, DTYPES[buffers.accumulated_dtype].itemsize
+    is_on_device = device_type == "cpu" or not settings.offload
+    keeps_weights = device_type == "cpu" or not buffers.offload_param
+    trained = sum(totals(found.groups, use_muon)["parameters"] for use_muon in (True, False))
+    shard = trained / (found.world_size if stage else 1)
+    weights = (trained + frozen) / (found.world_size if stage == 3 else 1)
+    has_master = stage > 0 or buffers.dtype != "fp32"
+    rows = {
+        "weights": itemsize * weights * keeps_weights,
+        "gathered_weights": itemsize * min(buffers.gathered, trained + frozen) if stage == 3 else 0,
+        "gradients": accumulated * shard * is_on_device if stage > 1 else itemsize * trained,
+        "gradient_buckets": itemsize * buffers.reduced,
+        "fp32_weights": 4 * shard * has_master * is_on_device,
+        "optimizer_state": ADAM_STATE_BYTES * shard * is_on_device,
+        "fp32_gradients": 4
+        * min(shard, found.layout.sub_group_size if stage == 3 else shard)
+        * has_master
+        * is_on_device,
+    }
+    if buffers.keeps_whole_gradients:
+        rows["gradients"] += accumulated * trained
+    muon = {
+        "optimizer_state": per_rank(found)["state_bytes"]["max"] * is_on_device,
+        "scratch": float(found.peak.total),
+        "nccl": nccl_bytes(found, device_type),
+    }
+    return {"muon": rows | muon, "adamw": rows | {"scratch": 0.0, "nccl": 0.0}}
+
+
+def needed_bytes(rows: Mapping[str, float]) -> tuple[float, float]:
+    """Return (bytes needed in a step or in a backward, whichever is more; bytes in a backward) of one rank.
+
+    ``rows``: of :func:`device_bytes`. Activations, which a backward needs too, are left out.
+    """
+    step = sum(nbytes for row, nbytes in rows.items() if row not in NOT_IN_STEP)
+    backward = sum(nbytes for row, nbytes in rows.items() if row not in IN_STEP)
+    return max(step, backward), backward
 
 
 def per_rank(found: Estimate) -> dict[str, Any]:

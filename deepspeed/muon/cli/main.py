@@ -24,9 +24,11 @@ from deepspeed.muon.cli.try_ import run_try
 from deepspeed.muon.exchange.memory import Memory
 from deepspeed.muon.exchange.plan import without_collector
 from deepspeed.muon.forecast import (
+    device_bytes,
     estimate,
     group_specs,
     nccl_bytes,
+    needed_bytes,
     per_rank,
     share_of_step,
     step_operations,
@@ -44,6 +46,11 @@ SHARE = (
     "Muon's share of a step: forward and backward take 6 operations per parameter and token (4 if frozen), without "
     "recomputation, at the rate of Newton-Schulz; the C++ kernels compute one triangle of symmetric products; "
     "communication takes what the planner assumes; ZeRO's own, and elementwise passes, are left out"
+)
+MEMORY = (
+    "memory: counted as DeepSpeed's estimate_zero2_model_states_mem_needs does, with this config's dtypes and buffers; "
+    "activations, the loss and fragmentation are left out; stage 3 gathers up to stage3_max_live_parameters; NCCL's "
+    "memory is that of all-to-alls (NVIDIA/nccl#1685)"
 )
 BF16_ON_CPU = "ns_dtype: a run on a CPU that multiplies bf16 faster than fp32 takes bf16; this plan counts in fp32"
 #: Tokens per rank and step for which ``ds_muon plan`` always prints Muon's share of a step.
@@ -139,7 +146,7 @@ def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 @without_collector()
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     facts = _plan_facts(args)
-    return facts, "" if args.json else plan_text(facts)
+    return facts, "" if args.json else plan_text(facts, shows_why=args.why)
 
 
 def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
@@ -166,6 +173,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         plain=config.kernels == "torch",
     )
     found = estimate(groups, layout, config, memory)
+    frozen = sum(param.numel() for param in model.parameters() if not param.requires_grad)
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
     return {
         "version": __version__,
@@ -182,11 +190,12 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "parameters": rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
         "totals": {"muon": totals(groups, True), "adamw": totals(groups, False)},
         "per_rank": per_rank(found) | {"nccl_bytes": nccl_bytes(found, args.device)},
+        "memory": _memory(device_bytes(found, settings, frozen, args.device), args.memory),
         "share": _share(step_operations(found, config.schedule, memory), per_token, args.tokens),
         "planning_seconds": round(found.planning_seconds, 3),
         "stock_tuning": config.stock_tuning,
         "stock_clipping": stock_clipping(groups, settings.gradient_clipping),
-        "assumptions": [f"owners are balanced for {where}; all trainable parameters are in one group", SHARE],
+        "assumptions": [f"owners are balanced for {where}; all trainable parameters are in one group", SHARE, MEMORY],
         "notes": [
             *([] if config.preset == "none" else [config.preset_summary]),
             *settings.notes,
@@ -207,6 +216,22 @@ def _operations_per_token(model: torch.nn.Module, active: int | None) -> float:
     if active and active > total:
         raise errors.SettingsError(f"--active-parameters: got {active:,}, but the model has only {total:,} parameters")
     return sum(numel * each for numel, each in sizes) * (active or total) / total
+
+
+def _memory(rows: dict[str, dict[str, float]], gigabytes: float | None) -> dict[str, Any]:
+    """Return the object ``memory`` of ``ds_muon plan --json``: bytes on the device of the rank that needs most.
+
+    ``rows``: result of :func:`device_bytes`. ``gigabytes``: the flag ``--memory``.
+    """
+    limit = None if gigabytes is None else gigabytes * 1e9
+    (needed, backward), (adamw, _) = needed_bytes(rows["muon"]), needed_bytes(rows["adamw"])
+    return {
+        "rows": rows,
+        "needed_bytes": {"muon": needed, "adamw": adamw},
+        "limit_bytes": limit,
+        "fits": None if limit is None else needed <= limit,
+        "left_for_activations_bytes": None if limit is None else max(0.0, limit - backward),
+    }
 
 
 def _share(muon: dict[str, float], per_token: float, tokens: int | None) -> dict[str, Any]:

@@ -24,6 +24,8 @@ LIVE = "under a launcher: also train a small model on all ranks at every stage, 
 REPORT = "ds_muon_report.md"
 TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
 TRY = "your own launch command with AdamW and with Muon at several rates: a table, a picture, a verdict, a ds_config"
+MEMORY = "memory of a device in GB: says whether the run fits, and what is left for activations"
+WHY = "also print what the plan assumes"
 ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
 RATES = "factors of AdamW's rate for Muon (default: 1,3,10,30), one more between the best two is added"
 REPEATS = "how often the best two run again with another seed, if they are close (default: 2)"
@@ -56,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="device type for which the owners are balanced"
     )
+    plan.add_argument("--memory", type=float, metavar="GB", help=MEMORY)
+    plan.add_argument("--why", action="store_true", help=WHY)
     plan.add_argument("--tokens", type=_positive, help=TOKENS)
     plan.add_argument("--active-parameters", type=_positive, metavar="N", help=ACTIVE)
     report = commands.add_parser("report", help=ABOUT_REPORT)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -144,30 +145,81 @@ def quantity(value: float, unit: str = "B") -> str:
     return f"{value:.3g} {prefix}{unit}"
 
 
-def plan_text(facts: dict[str, Any]) -> str:
-    """Return the text that ``ds_muon plan`` prints; ``facts`` is the object that ``ds_muon plan --json`` prints."""
+#: Row of ``facts["memory"]`` -> its title.
+MEMORY_TITLES = {
+    "weights": "weights",
+    "gathered_weights": "weights that stage 3 gathers, at most",
+    "gradients": "gradients",
+    "gradient_buckets": "ZeRO's buckets for gradients",
+    "fp32_weights": "fp32 weights",
+    "optimizer_state": "optimizer state",
+    "fp32_gradients": "fp32 gradients, in the step only",
+    "scratch": "scratch of Muon, in the step only",
+    "nccl": "NCCL from the start on (NCCL_MAX_P2P_NCHANNELS limits it)",
+}
+
+
+def plan_text(facts: dict[str, Any], shows_why: bool) -> str:
+    """Return the text that ``ds_muon plan`` prints, the answers first.
+
+    ``facts``: the object that ``ds_muon plan --json`` prints. ``shows_why``: whether to add what the plan assumes.
+    """
     ranks, totals = facts["per_rank"], facts["totals"]
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
-    where = "in the host's memory" if facts["offload"] else "on the device"
     flop = {key: quantity(value * 1e9, "FLOP") for key, value in ranks["newton_schulz_gflop"].items()}
     imbalance = f"imbalance {ranks['imbalance']:.3f} (max over mean); heaviest matrix {flop['heaviest_matrix']}"
     lines = [
         ("Muon", f"{halves[0]}, {totals['muon']['matrices']:,} matrices"),
         ("AdamW", halves[1]),
-        ("optimizer state per rank", f"{_over_ranks(ranks['state_bytes'])}, {where}"),
-        ("scratch of a step", _scratch(facts)),
-        *([("NCCL, from the start on", _nccl(ranks["nccl_bytes"]))] if ranks["nccl_bytes"] else ()),
+        *(
+            [("optimizer state per rank", f"{_over_ranks(ranks['state_bytes'])}, on the host")]
+            if facts["offload"]
+            else ()
+        ),
         ("sent per rank and step", _sent(facts)),
         ("Newton-Schulz per rank", f"mean {flop['mean']}, max {flop['max']}; {imbalance}"),
         *_share(facts["share"]["by_tokens"]),
-        ("planning", f"{facts['planning_seconds']:.2f} s"),
         *([("coming from stock", _clipping(facts["stock_clipping"]))] if facts["stock_tuning"] else ()),
         *([("beyond plain Muon", ", ".join(facts["beyond_muon"]))] if facts["beyond_muon"] else ()),
     ]
     head = f"{facts['model']}, stage {facts['stage']}, {facts['world_size']:,} ranks, adjust_lr_fn {facts['scale']}"
-    table = _parameter_table(facts["parameters"])
-    notes = [f"  {note}" for note in (*facts["assumptions"], *facts["notes"])]
-    return "\n".join([head, "", table, "", aligned(lines), "", "assumptions", *notes])
+    notes = [*facts["notes"], *(facts["assumptions"] if shows_why else ["--why says what this plan assumes"])]
+    memory, routes = _memory_table(facts["memory"]["rows"]), _parameter_table(facts["parameters"])
+    answers = "\n".join([_fit(facts), _cost(facts)])
+    return "\n\n".join([head, answers, memory, aligned(lines), routes, "\n".join(notes)])
+
+
+def _fit(facts: dict[str, Any]) -> str:
+    """Return the sentence that says whether the run fits into the memory of a device."""
+    memory = facts["memory"]
+    needed, adamw = (quantity(memory["needed_bytes"][half]) for half in ("muon", "adamw"))
+    if memory["fits"] is None:
+        return f"memory: {needed} on each rank and activations; AdamW: {adamw}. --memory GB says whether that fits"
+    limit, left = quantity(memory["limit_bytes"]), quantity(memory["left_for_activations_bytes"])
+    if memory["fits"]:
+        return f"fits: {needed} of {limit} on each rank, which leaves {left} for activations; AdamW: {adamw}"
+    return (
+        f"does not fit: {needed} on each rank, which has {limit}; AdamW: {adamw}. More ranks, a higher stage or "
+        "offload_optimizer need less"
+    )
+
+
+def _cost(facts: dict[str, Any]) -> str:
+    """Return the sentence that says what Muon costs in a step."""
+    ranks, share = facts["per_rank"], facts["share"]
+    few, many = (f"{_percent(row['counted'])} of a step of {row['tokens']:,}" for row in share["by_tokens"][1:3])
+    flop = quantity(ranks["newton_schulz_gflop"]["max"] * 1e9, "FLOP")
+    sent = quantity(ranks["sent_bytes"]["max"]) if ranks["sent_bytes"]["max"] else "nothing"
+    return f"cost: {few} tokens per rank, {many}; the busiest rank computes {flop} of Newton-Schulz and sends {sent}"
+
+
+def _memory_table(rows: dict[str, dict[str, float]]) -> str:
+    lines: list[tuple[str, ...]] = [("on a device", "Muon", "AdamW")]
+    for row, title in MEMORY_TITLES.items():
+        pair = [rows[half][row] for half in ("muon", "adamw")]
+        if any(pair):
+            lines.append((title, *(quantity(nbytes) if nbytes else "-" for nbytes in pair)))
+    return aligned(lines)
 
 
 def _share(by_tokens: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -184,19 +236,6 @@ def _over_ranks(nbytes: dict[str, float]) -> str:
     if nbytes["mean"] == nbytes["max"]:
         return f"{quantity(nbytes['max'])} on every rank"
     return f"mean {quantity(nbytes['mean'])}, max {quantity(nbytes['max'])}"
-
-
-def _scratch(facts: dict[str, Any]) -> str:
-    scratch = facts["per_rank"]["scratch_bytes"]
-    where = "kept between steps" if facts["device"] == "cpu" else "on the device during the step only"
-    most, exchange, work = (quantity(scratch[key]) for key in ("max", "exchange", "newton_schulz"))
-    return f"at most {most} on a rank, {where}: exchange {exchange}, Newton-Schulz {work}"
-
-
-def _nccl(nbytes: float) -> str:
-    return (
-        f"about {quantity(nbytes)} on every rank for all-to-alls (NVIDIA/nccl#1685); NCCL_MAX_P2P_NCHANNELS limits it"
-    )
 
 
 def _sent(facts: dict[str, Any]) -> str:
@@ -299,6 +338,8 @@ def _from_hugging_face(text: str) -> nn.Module:
         raise ModelError(
             f"a Python file needs a function: {text}:function, which returns the model (the file is imported)"
         )
+    if Path(text).exists():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # a local model must not wait for a network that does not answer
     try:
         import transformers
     except ImportError:

@@ -62,6 +62,27 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Buffers:
+    """What ZeRO keeps on a device beside the optimizer: dtypes of weights and gradients, and its buffers.
+
+    Args:
+        dtype: of the weights, such as ``bf16``.
+        offload_param: whether stage 3 keeps the weights on the host.
+        accumulated_dtype: of the gradients that ZeRO keeps from one micro-batch to the next.
+        keeps_whole_gradients: whether each rank has all of these gradients in this dtype, as under ``BF16_Optimizer``.
+        reduced: elements of the buffers in which gradients are reduced.
+        gathered: the most elements of weights that stage 3 gathers at a time.
+    """
+
+    dtype: str = "fp32"
+    offload_param: bool = False
+    accumulated_dtype: str = "fp32"
+    keeps_whole_gradients: bool = False
+    reduced: int = 0
+    gathered: int = 10**9
+
+
+@dataclass(frozen=True)
 class Settings:
     """The settings of a ds_config that ``ds_muon`` needs to forecast a run.
 
@@ -69,6 +90,7 @@ class Settings:
         config: the settings in ``optimizer.params``.
         layout: how ZeRO will shard the parameters.
         offload: whether the optimizer is offloaded to the CPU or NVMe.
+        buffers: what else ZeRO keeps on a device.
         gradient_clipping: the norm to which gradients are clipped; 0.0 if they are not.
         notes: sentences for the user about values that were assumed or not checked.
     """
@@ -76,6 +98,7 @@ class Settings:
     config: MuonConfig
     layout: Layout
     offload: bool
+    buffers: Buffers
     gradient_clipping: float
     notes: tuple[str, ...]
 
@@ -119,7 +142,24 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
     alignment = alignment_of(zero, DTYPES[dtype].itemsize) if is_flat else 1
     round_robin = is_flat and bool(zero.round_robin_gradients)
     layout = Layout(int(zero.stage), world_size, int(zero.sub_group_size), round_robin, alignment)
-    return Settings(config, layout, offloads, float(stock.gradient_clipping), tuple(notes))
+    buffers = _buffers(stock, dtype, is_flat)
+    return Settings(config, layout, offloads, buffers, float(stock.gradient_clipping), tuple(notes))
+
+
+def _buffers(stock: Any, dtype: str, is_flat: bool) -> Buffers:
+    """Return what ZeRO keeps on a device; ``is_flat``: whether it is not under ``BF16_Optimizer``."""
+    zero, stage = stock.zero_config, int(stock.zero_config.stage)
+    count = (
+        0 if stage == 0 or not (is_flat and zero.contiguous_gradients) else 2 if zero.overlap_comm and stage < 3 else 1
+    )
+    return Buffers(
+        dtype=dtype,
+        offload_param=offload_device(stock, "offload_param") in ("cpu", "nvme"),
+        accumulated_dtype="fp32" if stock.grad_accum_dtype in ("fp32", "float32") else dtype,
+        keeps_whole_gradients=not is_flat,
+        reduced=count * int(zero.reduce_bucket_size),
+        gathered=int(zero.max_live_parameters),
+    )
 
 
 def _assumptions(autos: list[str], defaults: list[str], stock: Any) -> Iterator[str]:

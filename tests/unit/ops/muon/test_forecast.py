@@ -113,6 +113,9 @@ def test_the_command_plans_what_an_engine_binds(
         assert {kind: planned["per_rank"][f"{key}_bytes"][kind] for kind in of_ranks} == pytest.approx(
             of_ranks, rel=0.01
         )
+    for row, nbytes in ranks[0]["memory"].items():
+        if nbytes is not None:  # gradients are a tensor at stage 3 only
+            assert planned["memory"]["rows"]["muon"][row] == pytest.approx(nbytes, rel=0.01), row
     assert (planned["per_rank"]["sent_bytes"]["max"] > 0) or stage == 2, "there the matrices may lie whole on a rank"
 
 

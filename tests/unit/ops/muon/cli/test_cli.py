@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from torch import nn
 
 from deepspeed.muon.cli import report
@@ -97,9 +99,10 @@ def test_folding_keeps_unlike_parameters_apart(plan: Command) -> None:
 
 KEYS = {
     "": "version model config stage world_size scale beyond_muon ns_dtype wire_dtype device offload parameters totals "
-    "per_rank share planning_seconds stock_tuning stock_clipping assumptions notes",
+    "per_rank memory share planning_seconds stock_tuning stock_clipping assumptions notes",
     "per_rank": "state_bytes sent_bytes newton_schulz_gflop imbalance parts buckets collectives scratch_bytes "
     "nccl_bytes",
+    "memory": "rows needed_bytes limit_bytes fits left_for_activations_bytes",
     "share": "newton_schulz_gflop communication_gflop gflop_per_token by_tokens",
     "stock_clipping": "gradient_clipping update_norm divided_by",
 }
@@ -161,6 +164,43 @@ def test_share_of_four_ranks_has_the_exchange(plan: Command) -> None:
 def test_the_memory_of_nccl_is_counted_where_ranks_exchange_over_it(flags: str, nbytes: float, plan: Command) -> None:
     assert plan("--json", *flags.split()).facts["per_rank"]["nccl_bytes"] == pytest.approx(nbytes)
     assert ("NCCL_MAX_P2P_NCHANNELS" in plan(*flags.split()).out) == (nbytes > 0)
+
+
+@pytest.mark.parametrize(("gigabytes", "fits"), [("10", True), ("1", False), (None, None)])
+def test_the_first_answer_is_whether_it_fits(gigabytes: str | None, fits: bool | None, plan: Command) -> None:
+    flags = ("--memory", gigabytes) if gigabytes else ()
+    zero = {"stage": 3, "reduce_bucket_size": 1000}
+    memory = plan("--json", *flags, zero_optimization=zero).facts["memory"]
+    assert memory["fits"] is fits
+    out = plan(*flags, zero_optimization=zero).out
+    assert out.splitlines()[2].startswith({True: "fits: ", False: "does not fit: ", None: "memory: "}[fits])
+    assert "--why says what this plan assumes" in out and "NVIDIA/nccl#1685" not in out
+    assert "NVIDIA/nccl#1685" in plan("--why").out
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adamws_memory_is_counted_as_deepspeed_counts_it(stage: int, plan: Command) -> None:
+    numel, zero = sum(NUMEL), {"stage": stage, "reduce_bucket_size": 1, "overlap_comm": False}
+    memory = plan("--json", zero_optimization=zero, bf16={"enabled": True}).facts["memory"]
+    rows = {row: nbytes for row, nbytes in memory["rows"]["adamw"].items() if row != "gathered_weights"}
+    if stage == 2:
+        _, expected = estimate_zero2_model_states_mem_needs(numel, num_gpus_per_node=4, cpu_offload=False)
+    else:
+        flags = {"cpu_offload": False, "cpu_offload_params": False}
+        _, expected, _ = estimate_zero3_model_states_mem_needs(numel, 0, num_gpus_per_node=4, **flags)
+        expected += 2 * numel / 4  # it leaves out the gradients in bf16
+    assert sum(rows.values()) - rows["gradient_buckets"] == pytest.approx(expected)
+    muon = memory["rows"]["muon"]["optimizer_state"]
+    assert muon == pytest.approx((8 * numel - 4 * 12 * 64 * 256) / 4, rel=0.01), "Muon keeps half of AdamW's state"
+
+
+def test_what_is_offloaded_needs_no_memory_of_a_device(plan: Command) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    rows = plan("--json", zero_optimization=zero).facts["memory"]["rows"]["muon"]
+    assert {row for row, nbytes in rows.items() if not nbytes} == {
+        *("weights", "gradients", "fp32_weights", "fp32_gradients", "optimizer_state")
+    }
+    assert "optimizer state per rank" in plan(zero_optimization=zero).out
 
 
 def test_the_table_of_shares_has_a_column_for_the_given_tokens(plan: Command) -> None:
@@ -395,6 +435,19 @@ def test_the_module_prints_json_alone(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}}))
     done = process("-m", "deepspeed.muon.cli", "init", "--config", "ds.json", cwd=tmp_path)
     assert done.returncode == 0 and json.loads(done.stdout)["optimizer"]["type"] == "Muon", done.stdout
+
+
+COMMAND = "import sys, deepspeed_muon; sys.exit(deepspeed_muon.command())"
+
+
+def test_nothing_stands_before_the_answer() -> None:
+    """No warning of DeepSpeed about this machine, and no wait for a network; the figures are those of docs/plan.md."""
+    flags = ["--config", "ds_config.json", "--model", "llama_8b.json", "--world-size", "8", "--memory", "80"]
+    done = process("-c", COMMAND, "plan", *flags, cwd=EXAMPLES)
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (ROOT / "docs" / "plan.md").read_text()
+    printed = [line for line in done.stdout.split("\n\nMuon ")[0].splitlines()[2:] if line]
+    assert [line for line in printed if line not in page.splitlines()] == [] and len(printed) == 12
 
 
 @pytest.mark.full

@@ -52,6 +52,11 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
         "buckets": [len(plan.buckets) for plan in optimizer.plans],
         "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
         "state": sum(tensor.nbytes for tensor in (*states, *owned_tensors(optimizer))),
+        "memory": {
+            "weights": sum(getattr(p, "ds_tensor", p).nbytes for p in engine.module.parameters()),
+            "fp32_weights": sum(tensor.nbytes for part in optimizer.all_partitions for tensor in part.tensors),
+            "gradients": getattr(getattr(engine.optimizer, "grad_partitions_flat_buffer", None), "nbytes", None),
+        },
         "wrapper": type(engine.optimizer).__name__,
         "routes": {
             spec.name: {
