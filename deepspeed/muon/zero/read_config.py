@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What ZeRO keeps on a device beside the optimizer: dtypes of weights and gradients, and its buffers.
+    """What ZeRO keeps on a device in addition to the optimizer: dtypes of weights and gradients, and its buffers.
 
     Args:
         dtype: of the weights, such as ``bf16``.
