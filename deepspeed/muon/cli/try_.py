@@ -27,18 +27,15 @@ from deepspeed.muon.cli.init import LAUNCH, convert, to_muon
 from deepspeed.muon.cli.plan import aligned
 from deepspeed.muon.cli.verdict import Run, Variant, best, between, draw, is_close, notes, read_run, rows, verdict
 from deepspeed.muon.errors import SettingsError
-from deepspeed.muon.zero.scheduler import read_schedule
+from deepspeed.muon.zero.scheduler import SCHEDULES, read_schedule
 from deepspeed.muon.zero.tried_run import VARIABLE
 
 #: What in the command becomes the name of the variant's files.
 PLACEHOLDER = "{variant}"
-#: Section of a ds_config -> its parameters that are learning rates.
+#: Section of a ds_config -> its parameters that are learning rates. ``eta_min``: of torch's cosine schedules.
 RATES = {
     "optimizer": ("lr", "muon_lr", "adam_lr"),
-    "scheduler": (
-        *("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"),
-        *("max_lr", "base_lr", "eta_min"),  # of torch's schedules
-    ),
+    "scheduler": ("eta_min", *dict.fromkeys(key for keys in SCHEDULES.values() for key in keys.rates)),
 }
 #: Seconds between two looks at the record of a run, and that its processes get to end.
 POLL, GRACE = 0.5, 15.0

@@ -19,25 +19,35 @@ from deepspeed.muon.config.schema import DEFAULT_ADAM_LR, DEFAULT_MUON_LR, MuonC
 from deepspeed.muon.errors import MuonConfigError, logger
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 
-#: DeepSpeed's schedule -> its parameters that are learning rates; other parameters are relative or counts.
-ABSOLUTE_RATES = {
-    "LRRangeTest": ("lr_range_test_min_lr",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-    "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
-    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr"),
+
+class Keys(NamedTuple):
+    """The parameters of a schedule that are absolute; others are relative to them or counts.
+
+    ``rates``: learning rates, the last of which replaces the optimizer's. ``momenta``: the lowest and the highest
+    momentum that the schedule cycles by default. ``has_rate_per_group``: whether DeepSpeed wrote the schedule, which
+    then sets the same rate in all groups unless a rate is a list.
+    """
+
+    rates: tuple[str, ...]
+    momenta: tuple[str, ...] = ()
+    has_rate_per_group: bool = True
+
+
+#: Type of a schedule -> its :class:`Keys`. All other schedules multiply the optimizer's learning rate.
+SCHEDULES = {
+    "LRRangeTest": Keys(("lr_range_test_min_lr",)),
+    "OneCycle": Keys(("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")),
+    "WarmupLR": Keys(("warmup_min_lr", "warmup_max_lr")),
+    "WarmupDecayLR": Keys(("warmup_min_lr", "warmup_max_lr")),
+    "CyclicLR": Keys(("base_lr", "max_lr"), ("base_momentum", "max_momentum"), has_rate_per_group=False),
+    "OneCycleLR": Keys(("max_lr",), ("base_momentum", "max_momentum"), has_rate_per_group=False),
 }
-#: Schedule -> its parameter that replaces the optimizer's learning rate. Other schedules multiply the optimizer's.
-RATE_KEYS = {
-    "CyclicLR": "max_lr",
-    "OneCycleLR": "max_lr",
-    **{name: keys[-1] for name, keys in ABSOLUTE_RATES.items()},
-}
-#: Schedule that cycles the momentum by default -> the keys of the lowest and the highest momentum.
-MOMENTUM_KEYS = {
-    "CyclicLR": ("base_momentum", "max_momentum"),
-    "OneCycle": ("cycle_min_mom", "cycle_max_mom"),
-    "OneCycleLR": ("base_momentum", "max_momentum"),
-}
+
+
+def _rates_per_group(name: str) -> tuple[str, ...]:
+    """Return the parameters of the schedule ``name`` for which DeepSpeed takes a list with one rate for each group."""
+    keys = SCHEDULES.get(name)
+    return keys.rates if keys and keys.has_rate_per_group else ()
 
 
 # ---- read without building a schedule ---------------------------------------------------------------------------
@@ -65,10 +75,11 @@ def read_schedule(section: Any) -> Schedule:
     name = str(section.get("type") or "") if isinstance(section, Mapping) else ""
     params = section.get("params") if name else None
     values = _defaults(name) | dict(params if isinstance(params, Mapping) else {})
-    key, cycle = RATE_KEYS.get(name, ""), MOMENTUM_KEYS.get(name)
-    momenta = (values[cycle[0]], values[cycle[1]]) if cycle and values.get("cycle_momentum") is not False else None
-    rate = values.get(key)  # None: the optimizer's rate
-    return Schedule("" if rate is None else key, rate, momenta, "cycle_momentum" in (params or ()))
+    keys = SCHEDULES.get(name, Keys(("",)))
+    low, high = (values.get(key) for key in keys.momenta or ("", ""))
+    momenta = (low, high) if keys.momenta and values.get("cycle_momentum") is not False else None
+    rate = values.get(keys.rates[-1])  # None: the optimizer's rate
+    return Schedule("" if rate is None else keys.rates[-1], rate, momenta, "cycle_momentum" in (params or ()))
 
 
 def momentum_note(schedule: Schedule) -> str:
@@ -99,10 +110,10 @@ def rate_warning(schedule: Schedule, config: MuonConfig) -> str:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """Return {parameter: default value} of the schedule ``name``; empty if ``name`` is not in :data:`RATE_KEYS`."""
+    """Return {parameter: default value} of the schedule ``name``; empty if ``name`` is not in :data:`SCHEDULES`."""
     from deepspeed.runtime import lr_schedules
 
-    if name not in RATE_KEYS:
+    if name not in SCHEDULES:
         return {}
     cls = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
     described = inspect.signature(cls).parameters.values()
@@ -124,7 +135,7 @@ def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> An
     values, reference = dict(params or {}), ours.defaults["lr"]
     target = _schedule_target(ours, name, values)
     ratios = [group["lr"] / reference if reference else 1.0 for group in target.param_groups]
-    for key in ABSOLUTE_RATES.get(name, ()):
+    for key in _rates_per_group(name):
         value = values.get(key, _defaults(name).get(key))  # the default may be the groups' own rate
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             values[key] = [value * ratio for ratio in ratios]
@@ -170,10 +181,10 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
         MuonConfigError: a list of learning rates has the wrong length, or a momentum is outside [0, 1).
     """
     name, params = engine.scheduler_name(), engine.scheduler_params() or {}
-    if engine.client_lr_scheduler is not None or name not in ABSOLUTE_RATES:
+    if engine.client_lr_scheduler is not None or not _rates_per_group(name):
         return
     _schedule_target(optimizer, name, params)
-    numbers = [key for key in ABSOLUTE_RATES[name] if isinstance(params.get(key), (int, float)) and params[key]]
+    numbers = [key for key in _rates_per_group(name) if isinstance(params.get(key), (int, float)) and params[key]]
     if numbers and not optimizer.sets_learning_rate and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: {', '.join(numbers)} in scheduler.params sets Muon's learning rate, because "
@@ -210,7 +221,7 @@ def _schedule_target(optimizer: MuonWithAuxAdam, name: str, params: dict[str, An
     If ``params`` has lists of learning rates, their length must be the number of groups of one of these two objects.
     Otherwise raise MuonConfigError. Without lists, return ``optimizer.given``.
     """
-    lists = {key: params[key] for key in ABSOLUTE_RATES.get(name, ()) if isinstance(params.get(key), (list, tuple))}
+    lists = {key: params[key] for key in _rates_per_group(name) if isinstance(params.get(key), (list, tuple))}
     users, halves = len(optimizer.given.param_groups), len(optimizer.param_groups)
     lengths = {len(value) for value in lists.values()}
     if lengths <= {users}:
