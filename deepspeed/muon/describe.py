@@ -1,39 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer does with each shape, as a table: ``print(optimizer.describe())``."""
+"""What the optimizer does with each parameter, as a table: ``print(optimizer.describe())``, and in ``ds_muon plan``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.step import PartitionStep
 
+#: A layer's number in a parameter's name.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+#: More owners than this are counted instead of listed.
+FEW_OWNERS = 4
+TITLES = ("parameter", "shape", "rule", "matrices", "lr x scale", "Newton-Schulz", "cost", "owner", "reason")
+
 
 @dataclass(frozen=True)
 class Row:
-    """All matrices of one shape in a Muon group, or all parameters of one shape in an AdamW group.
+    """Parameters that are updated alike: of one shape, whose names differ in the numbers of layers only.
 
     Args:
+        name: such as ``layers.{0..31}.mlp.up.weight``.
+        count: how many parameters.
+        shape: of each parameter, such as ``(4096, 1024)``.
         updated_by: ``"Muon"`` or ``"AdamW"``.
-        shape: of the matrix or parameter, such as ``(4096, 1024)``.
-        count: how many there are.
-        first: name of the first one.
-        lr: the group's learning rate at this step.
-        scale: factor of Muon's update next to ``lr``, by the shape; ``None`` for AdamW.
-        method: how Muon orthogonalizes, such as ``gram in fp16``; empty for AdamW and before the first step.
+        reason: why.
+        matrices: how many matrices one parameter holds; 0 for AdamW.
+        lr: the group's learning rate at this step; ``None`` if it is not known yet.
+        scales: the factors of Muon's updates next to ``lr``, by the shapes of the matrices.
+        methods, dtype: of Newton-Schulz, such as ``("gram",)`` and ``fp16``; empty for AdamW and before the first step.
+        cost: share (0 to 1) of the model's Newton-Schulz operations.
         owners: the ranks that orthogonalize these matrices; empty for AdamW and before the first step.
+        is_on_each: whether each rank orthogonalizes all of them itself.
     """
 
-    updated_by: str
-    shape: tuple[int, ...]
+    name: str
     count: int
-    first: str
-    lr: float
-    scale: float | None = None
-    method: str = ""
+    shape: tuple[int, ...]
+    updated_by: str
+    reason: str
+    matrices: int = 0
+    lr: float | None = None
+    scales: tuple[float, ...] = ()
+    methods: tuple[str, ...] = ()
+    dtype: str = ""
+    cost: float = 0.0
     owners: tuple[int, ...] = ()
+    is_on_each: bool = False
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as texts, one for each of :data:`TITLES`."""
+        lr = "lr" if self.lr is None else f"{self.lr:g}"
+        return (
+            self.name + (f" x{self.count:,}" if self.count > 1 else ""),
+            " x ".join(map(str, self.shape)) or "scalar",
+            self.updated_by,
+            str(self.matrices) if self.matrices else "-",
+            f"{lr} x {', '.join(f'{scale:.4g}' for scale in self.scales)}" if self.scales else lr,
+            f"{', '.join(self.methods)} in {self.dtype}" if self.methods else "-",
+            f"{self.cost:.1%}" if self.methods else "-",
+            self._who(),
+            self.reason,
+        )
+
+    def _who(self) -> str:
+        if self.is_on_each:
+            return "each rank"
+        if len(self.owners) > FEW_OWNERS:
+            return f"{len(self.owners):,} ranks"
+        return ", ".join(map(str, self.owners)) or "-"
 
 
 @dataclass(frozen=True)
@@ -43,66 +82,106 @@ class Description:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        lines = [("", "shape", "count", "lr x scale", "Newton-Schulz", "owners", "first")]
-        for row in self.rows:
-            size = f"{row.lr:g}" if row.scale is None else f"{row.lr:g} x {row.scale:.4g}"
-            shape = " x ".join(map(str, row.shape)) or "scalar"
-            lines.append((row.updated_by, shape, str(row.count), size, row.method, _ranges(row.owners), row.first))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return aligned([TITLES, *(row.cells() for row in self.rows)])
 
 
-def describe(
-    groups: Sequence[Mapping[str, Any]], specs: Sequence[Sequence[MatrixSpec]], steps: Sequence[PartitionStep]
-) -> Description:
-    """Return the table for the optimizer's parameter groups.
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A parameter group to describe.
+
+    ``scale``, ``method``, ``flops``: (rows, columns) of a matrix -> the factor of its update, the method of
+    Newton-Schulz, and its operations; ``None`` for AdamW and before the first step. ``owners``: name of a parameter ->
+    the ranks that orthogonalize its matrices. The other fields are those of :class:`Row`.
+    """
+
+    use_muon: bool
+    specs: Sequence[MatrixSpec]
+    lr: float | None = None
+    scale: Callable[[int, int], float] | None = None
+    method: Callable[[int, int], str] | None = None
+    flops: Callable[[int, int], float] | None = None
+    dtype: str = ""
+    owners: Mapping[str, Collection[int]] | None = None
+    is_on_each: bool = False
+
+
+def groups_of(
+    param_groups: Sequence[Mapping[str, Any]], specs: Sequence[Sequence[MatrixSpec]], steps: Sequence[PartitionStep]
+) -> Iterator[Group]:
+    """Yield the groups of an optimizer.
 
     Args:
-        groups: the parameter groups, with their current learning rates.
+        param_groups: its parameter groups, with their current learning rates.
         specs: for each group, its parameters.
-        steps: the planned steps of the Muon groups; empty before they are planned.
+        steps: the planned steps of the Muon groups, at ZeRO stage 3 one for each sub-group; empty before they are
+            planned.
     """
-    rows = [*_muon_rows(groups, steps)] if steps else []
-    for group, of_group in zip(groups, specs, strict=True):
-        if not (group["use_muon"] and steps):
-            rows += _rows_of(group, of_group)
-    return Description(tuple(rows))
+    for index, (group, of_group) in enumerate(zip(param_groups, specs, strict=True)):
+        mine, owners = [step for step in steps if step.partition.index == index], dict[str, set[int]]()
+        for step in mine:
+            for item, owner in zip(step.plan.of_all.items, step.plan.of_all.owners, strict=True):
+                owners.setdefault(item.shard.spec.name, set()).add(owner)
+        planned: dict[str, Any] = {}
+        if mine:
+            how = mine[0].newton_schulz
+            planned = {"scale": mine[0].scale, "method": how.method, "flops": how.flops, "dtype": how.dtype}
+            shared = max(step.plan.of_all.world_size for step in mine)
+            planned |= {"owners": owners, "is_on_each": shared < mine[0].partition.world_size}
+        yield Group(use_muon=group["use_muon"], specs=of_group, lr=group["lr"], **planned)
 
 
-def _muon_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[PartitionStep]) -> Iterator[Row]:
-    """Yield the rows of planned Muon groups. At ZeRO stage 3 a group has a step for each of its sub-groups."""
-    names: dict[tuple, list[str]] = {}
-    owners: dict[tuple, set[int]] = {}
-    for step in steps:
-        plan = step.plan.of_all
-        for item, owner in zip(plan.items, plan.owners, strict=True):
-            rows, cols = item.shape
-            how = f"{step.newton_schulz.method(rows, cols)} in {step.newton_schulz.dtype}"
-            key = step.partition.index, item.shape, step.scale(rows, cols), how
-            names.setdefault(key, []).append(item.name)
-            owners.setdefault(key, set()).add(owner)
-    for key, of_key in names.items():
-        index, shape, scale, how = key
-        lr = groups[index]["lr"]
-        yield Row("Muon", shape, len(of_key), of_key[0], lr, scale, how, tuple(sorted(owners[key])))
+def describe(groups: Iterable[Group], fold: bool = True) -> Description:
+    """Return the table for parameter groups. ``fold``: merge parameters that differ in their layer's number only."""
+    rows = [row for group in groups for row in _rows_of(group, fold)]
+    total = sum(row.cost for row in rows)
+    return Description(tuple(replace(row, cost=row.cost / total if total else 0.0) for row in rows))
 
 
-def _rows_of(group: Mapping[str, Any], specs: Sequence[MatrixSpec]) -> Iterator[Row]:
-    names: dict[tuple[int, ...], list[str]] = {}
-    for spec in specs:
-        shapes: list[tuple[int, ...]] = [(block.rows, block.cols) for block in spec.blocks]
-        for shape in shapes or [spec.whole]:
-            names.setdefault(shape, []).append(spec.name)
-    for shape, of_shape in names.items():
-        yield Row("Muon" if group["use_muon"] else "AdamW", shape, len(of_shape), of_shape[0], group["lr"])
+def _rows_of(group: Group, fold: bool) -> Iterator[Row]:
+    """Yield the rows of a group; their ``cost`` is in operations."""
+    alike: dict[tuple, list[MatrixSpec]] = {}
+    for spec in group.specs:
+        pattern = _NUMBER.sub("{}", spec.name) if fold else spec.name
+        shapes = tuple((block.rows, block.cols) for block in spec.blocks)
+        alike.setdefault((pattern, spec.shape, spec.reason, spec.split, shapes), []).append(spec)
+    owners = group.owners or {}
+    for (pattern, shape, reason, split, shapes), specs in alike.items():
+        yield Row(
+            name=_folded(pattern, [spec.name for spec in specs]),
+            count=len(specs),
+            shape=shape,
+            updated_by="Muon" if group.use_muon else "AdamW",
+            reason=f"{reason}; {split}" if split else reason,
+            matrices=len(shapes),
+            lr=group.lr,
+            scales=tuple(dict.fromkeys(group.scale(*each) for each in shapes)) if group.scale else (),
+            methods=tuple(dict.fromkeys(group.method(*each) for each in shapes)) if group.method else (),
+            dtype=group.dtype,
+            cost=len(specs) * sum(group.flops(*each) for each in shapes) if group.flops else 0.0,
+            owners=tuple(sorted({owner for spec in specs for owner in owners.get(spec.name, ())})),
+            is_on_each=group.is_on_each,
+        )
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """Return ranks as a text, such as ``0-3, 6``."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][-1] + 1:
-            found[-1].append(rank)
-        else:
-            found.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+def _folded(pattern: str, names: Sequence[str]) -> str:
+    """Return ``pattern``, such as ``layers.{}.mlp``, with the numbers in ``names`` for ``{}``: ``layers.{0..31}.mlp``.
+
+    ``names``: names of parameters that match the pattern.
+    """
+    if len(names) == 1:
+        return names[0]
+    places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
+    filled = iter([place if place.isdecimal() else "{" + place + "}" for place in places])
+    return re.sub(r"\{\}", lambda _: next(filled), pattern)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as text, one line per row, with columns padded to the width of their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

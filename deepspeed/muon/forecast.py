@@ -19,7 +19,7 @@ from deepspeed.muon.exchange.memory import Demand, Memory, PartitionDemand, Peak
 from deepspeed.muon.exchange.partition import PlacedBlock, Shard, whole_shards
 from deepspeed.muon.exchange.plan import CostModel, GlobalPlan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
-from deepspeed.muon.layout import Block, Placement, Spread
+from deepspeed.muon.layout import Placement, Spread
 from deepspeed.muon.math.newton_schulz import DTYPES, Schedule, exact_method, flops, method_of
 from deepspeed.muon.math.rules import Rule, scale_factor, state_shapes
 from deepspeed.muon.model.param_groups import check_options, split_groups
@@ -291,9 +291,9 @@ class GroupSpec:
         """
         return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type)
 
-    def scale(self, block: Block) -> float:
+    def scale(self, rows: int, cols: int) -> float:
         """Return the factor by which the orthogonalized update of a matrix is multiplied, without the learning rate."""
-        return scale_factor(self.adjust_lr_fn, block.rows, block.cols, self.rms_scale)
+        return scale_factor(self.adjust_lr_fn, rows, cols, self.rms_scale)
 
 
 def group_specs(model: nn.Module, config: MuonConfig, dtype: str = "fp32", device_type: str = "cpu") -> list[GroupSpec]:

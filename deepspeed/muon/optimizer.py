@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.muon.config.schema import MuonConfig, naming_preset_keys, parse
-from deepspeed.muon.describe import Description, describe
+from deepspeed.muon.describe import Description, describe, groups_of
 from deepspeed.muon.errors import UnsupportedError, logger
 from deepspeed.muon.exchange.consensus import Agreed, agreed, short_hash
 from deepspeed.muon.exchange.partition import Partition, whole_partition
@@ -326,11 +326,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._phase, self._stats = outer
 
     def describe(self) -> Description:
-        """Return a table of what is updated how: shapes, learning rates and scales of this step, dtype, method, owners.
+        """Return a table of what is updated how: learning rate and scale of this step, dtype, method, owner, reason.
 
         ``print(engine.basic_optimizer.describe())`` prints it; ``describe().rows`` are its rows.
         """
-        return describe(self.param_groups, self._specs_of_groups, [*self._steps.values()])
+        return describe(groups_of(self.param_groups, self._specs_of_groups, [*self._steps.values()]))
 
     def warn_of_no_matrix(self) -> None:
         """Log a warning that AdamW updates all parameters, and why no matrix goes to Muon."""

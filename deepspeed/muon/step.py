@@ -35,7 +35,7 @@ from deepspeed.muon.kernels.kernel_set import KernelSet, RunKernels, Tiles
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Unavailable
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, Blocks, State
-from deepspeed.muon.math.newton_schulz import DTYPES, Schedule, exact_method, method_of, name_of, orthogonalize
+from deepspeed.muon.math.newton_schulz import DTYPES, Schedule, exact_method, flops, method_of, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rule, scale_factor
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 from deepspeed.muon.monitor import Phase, StepStats
@@ -270,6 +270,10 @@ class NewtonSchulz:
     schedule: Schedule
     dtype: str
     method: Callable[[int, int], str]
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Return the operations that it takes to orthogonalize a matrix."""
+        return flops(rows, cols, self.schedule, self.method(rows, cols), self.dtype)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,9 +18,10 @@ from deepspeed.muon import errors
 from deepspeed.muon.cli.init import LAUNCH, NEXT
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.parser import REPORT, parser
-from deepspeed.muon.cli.plan import aligned, build, plan_text, rows_of
+from deepspeed.muon.cli.plan import as_json, build, plan_text, rows_of
 from deepspeed.muon.cli.report import as_text, check_launch, environment
 from deepspeed.muon.cli.try_ import run_try
+from deepspeed.muon.describe import Row, aligned
 from deepspeed.muon.exchange.memory import Memory
 from deepspeed.muon.exchange.plan import without_collector
 from deepspeed.muon.forecast import (
@@ -145,12 +146,12 @@ def _import(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 @without_collector()
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    facts = _plan_facts(args)
-    return facts, "" if args.json else plan_text(facts, shows_why=args.why)
+    facts, rows = _plan_facts(args)
+    return facts, "" if args.json else plan_text(facts, rows, shows_why=args.why)
 
 
-def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the object that ``ds_muon plan --json`` prints; later versions keep its keys."""
+def _plan_facts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
+    """Return (the object that ``ds_muon plan --json`` prints, whose keys later versions keep, the table's rows)."""
     section = find_ds_config(args.config, parse_file(args.config))
     settings = read_settings(args.config, section, args.world_size, args.stage)
     config, device = settings.config, torch.device(args.device)
@@ -174,8 +175,9 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
     )
     found = estimate(groups, layout, config, memory)
     frozen = sum(param.numel() for param in model.parameters() if not param.requires_grad)
+    rows = rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all)
     where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
-    return {
+    facts = {
         "version": __version__,
         "model": args.model,
         "config": args.config,
@@ -187,7 +189,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
         "wire_dtype": config.wire,
         "device": args.device,
         "offload": settings.offload,
-        "parameters": rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all),
+        "parameters": list(map(as_json, rows)),
         "totals": {"muon": totals(groups, True), "adamw": totals(groups, False)},
         "per_rank": per_rank(found) | {"nccl_bytes": nccl_bytes(found, args.device)},
         "memory": _memory(device_bytes(found, settings, frozen, args.device), args.memory),
@@ -203,6 +205,7 @@ def _plan_facts(args: argparse.Namespace) -> dict[str, Any]:
             *([BF16_ON_CPU] if args.device == "cpu" and config.ns_dtype == "auto" else []),
         ],
     }
+    return facts, rows
 
 
 def _operations_per_token(model: torch.nn.Module, active: int | None) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a run as rows and as text. Repeated layers share a row, and columns are aligned."""
+"""The plan of a run as text, and the model that it is for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,120 +18,53 @@ from torch import nn
 
 from deepspeed.muon.cli.parser import EXPECTED
 from deepspeed.muon.config.messages import did_you_mean
+from deepspeed.muon.describe import Description, Group, Row, aligned, describe
 from deepspeed.muon.errors import ModelError
 from deepspeed.muon.forecast import GroupSpec, StepCost
-from deepspeed.muon.math.newton_schulz import Schedule, flops
-from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.math.newton_schulz import Schedule
+from deepspeed.muon.step import NewtonSchulz
 from deepspeed.muon.zero.wrappers.adapter import replaced
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-#: More owners than this are counted instead of listed.
-FEW_OWNERS = 4
-TITLES = ("parameter", "shape", "rule", "blocks", "scale", "method", "cost", "owner", "reason")
 
 
 def rows_of(
     groups: Sequence[GroupSpec], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
-) -> list[dict[str, Any]]:
-    """Return the rows of the table that ``ds_muon plan`` prints: one dict for each parameter.
+) -> list[Row]:
+    """Return the rows of the table of parameters.
 
     ``costs``: ``Estimate.costs``, which tell the owners. ``schedule``, ``dtype``: coefficients and dtype of
     Newton-Schulz. ``fold``: merge rows of parameters that differ only in layer number and owners.
-
-    Returns:
-        Dicts with ``name``, ``shape``, ``rule`` ("Muon" or "AdamW"), and ``reason`` for the rule; ``count``, the number
-        of parameters in the row; ``blocks``, the number of matrices in one parameter; ``scales``, the factors by
-        which their updates are multiplied; ``methods``, their Newton-Schulz methods; ``cost``, the row's share (0 to 1)
-        of the model's Newton-Schulz operations; ``owners``, the ranks that orthogonalize the matrices (empty for
-        AdamW); and ``on_each``, whether each rank orthogonalizes all matrices itself.
     """
     owners: dict[str, set[int]] = {}
     for cost in costs:
         for item, owner in zip(cost.plan.items, cost.plan.owners, strict=True):
             owners.setdefault(item.shard.spec.name, set()).add(owner)
-    each_does_all = any(cost.part.world_size < world_size for cost in costs)
-    alike: dict[tuple, tuple[GroupSpec, list[MatrixSpec]]] = {}
+    is_on_each = any(cost.part.world_size < world_size for cost in costs)
+    if is_on_each:
+        owners = {name: {*range(world_size)} for name in owners}
+    described = []
     for group in groups:
-        for spec in group.specs:
-            pattern = _NUMBER.sub("{}", spec.name) if fold else spec.name
-            scales = tuple(dict.fromkeys(group.scale(block) for block in spec.blocks))
-            key = (pattern, spec.shape, group.use_muon, spec.reason, spec.split, len(spec.blocks), scales)
-            alike.setdefault(key, (group, []))[1].append(spec)
-    rows: list[dict[str, Any]] = []
-    for (pattern, *_, scales), (group, specs) in alike.items():
-        spec = specs[0]
-        method = group.method(schedule, dtype)
-        methods = [method(block.rows, block.cols) for block in spec.blocks]
-        pairs = zip(spec.blocks, methods, strict=True)
-        some = {owner for each in specs for owner in owners.get(each.name, ())}
-        rows.append(
-            {
-                "name": _folded(pattern, [each.name for each in specs]),
-                "count": len(specs),
-                "shape": list(spec.shape),
-                "rule": "Muon" if group.use_muon else "AdamW",
-                "reason": f"{spec.reason}; {spec.split}" if spec.split else spec.reason,
-                "blocks": len(spec.blocks),
-                "scales": list(scales),
-                "methods": list(dict.fromkeys(methods)),
-                "cost": len(specs) * sum(flops(b.rows, b.cols, schedule, method, dtype) for b, method in pairs),
-                "owners": list(range(world_size)) if group.use_muon and each_does_all else sorted(some),
-                "on_each": group.use_muon and each_does_all,
-            }
-        )
-    total = sum(row["cost"] for row in rows)
-    return [row | {"cost": row["cost"] / total if total else 0.0} for row in rows]
+        how = NewtonSchulz(schedule=schedule, dtype=dtype, method=group.method(schedule, dtype))
+        planned: dict[str, Any] = {"scale": group.scale, "method": how.method, "flops": how.flops, "dtype": dtype}
+        planned |= {"owners": owners, "is_on_each": is_on_each}
+        described.append(Group(use_muon=group.use_muon, specs=group.specs, **(planned if group.use_muon else {})))
+    return list(describe(described, fold).rows)
 
 
-def _folded(pattern: str, names: Sequence[str]) -> str:
-    """Return ``pattern``, such as ``layers.{}.mlp``, with the numbers in ``names`` for ``{}``: ``layers.{0..31}.mlp``.
-
-    ``names``: names of parameters that match the pattern.
-    """
-    if len(names) == 1:
-        return names[0]
-    places = [_ranges(sorted(set(map(int, place)))) for place in zip(*map(_NUMBER.findall, names), strict=True)]
-    filled = iter([place if place.isdecimal() else "{" + place + "}" for place in places])
-    return re.sub(r"\{\}", lambda _: next(filled), pattern)
-
-
-def _ranges(values: Sequence[int]) -> str:
-    runs = [[value for _, value in run] for _, run in groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
-    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as text, one line per row, with columns padded to the width of their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[-1] = 0
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _parameter_table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        (
-            row["name"] + (f" x{row['count']:,}" if row["count"] > 1 else ""),
-            " x ".join(map(str, row["shape"])) or "scalar",
-            row["rule"],
-            str(row["blocks"]) if row["blocks"] else "-",
-            ", ".join(f"{scale:.3g}" for scale in row["scales"]) or "-",
-            ", ".join(row["methods"]) or "-",
-            f"{row['cost']:.1%}" if row["methods"] else "-",
-            _who(row),
-            row["reason"],
-        )
-        for row in rows
-    ]
-    return aligned([TITLES, *lines])
-
-
-def _who(row: dict[str, Any]) -> str:
-    if row["on_each"]:
-        return "each rank"
-    owners = row["owners"]
-    if not owners:
-        return "-"
-    return ", ".join(map(str, owners)) if len(owners) <= FEW_OWNERS else f"{len(owners):,} ranks"
+def as_json(row: Row) -> dict[str, Any]:
+    """Return a row as an entry of ``parameters`` in the object that ``ds_muon plan --json`` prints."""
+    return {
+        "name": row.name,
+        "count": row.count,
+        "shape": list(row.shape),
+        "rule": row.updated_by,
+        "reason": row.reason,
+        "blocks": row.matrices,
+        "scales": list(row.scales),
+        "methods": list(row.methods),
+        "cost": row.cost,
+        "owners": list(row.owners),
+        "on_each": row.is_on_each,
+    }
 
 
 def quantity(value: float, unit: str = "B") -> str:
@@ -159,10 +90,11 @@ MEMORY_TITLES = {
 }
 
 
-def plan_text(facts: dict[str, Any], shows_why: bool) -> str:
+def plan_text(facts: dict[str, Any], rows: Sequence[Row], shows_why: bool) -> str:
     """Return the text that ``ds_muon plan`` prints, the answers first.
 
-    ``facts``: the object that ``ds_muon plan --json`` prints. ``shows_why``: whether to add what the plan assumes.
+    ``facts``: the object that ``ds_muon plan --json`` prints. ``rows``: of the table of parameters. ``shows_why``:
+    whether to add what the plan assumes.
     """
     ranks, totals = facts["per_rank"], facts["totals"]
     halves = [f"{half['parameters']:,} parameters in {half['tensors']:,} tensors" for half in totals.values()]
@@ -184,7 +116,7 @@ def plan_text(facts: dict[str, Any], shows_why: bool) -> str:
     ]
     head = f"{facts['model']}, stage {facts['stage']}, {facts['world_size']:,} ranks, adjust_lr_fn {facts['scale']}"
     notes = [*facts["notes"], *(facts["assumptions"] if shows_why else ["--why says what this plan assumes"])]
-    memory, routes = _memory_table(facts["memory"]["rows"]), _parameter_table(facts["parameters"])
+    memory, routes = _memory_table(facts["memory"]["rows"]), str(Description(tuple(rows)))
     answers = "\n".join([_fit(facts), _cost(facts)])
     return "\n\n".join([head, answers, memory, aligned(lines), routes, "\n".join(notes)])
 

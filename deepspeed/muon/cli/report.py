@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.muon.cli.plan import aligned
+from deepspeed.muon.describe import aligned
 from deepspeed.muon.kernels import selection
 from deepspeed.muon.version import TESTED_DEEPSPEED, __version__
 from deepspeed.muon.zero.live_trial import run_trial

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from deepspeed.muon.cli.init import LAUNCH, convert, to_muon
-from deepspeed.muon.cli.plan import aligned
 from deepspeed.muon.cli.verdict import Run, Variant, best, between, draw, is_close, notes, read_run, rows, verdict
+from deepspeed.muon.describe import aligned
 from deepspeed.muon.errors import SettingsError
 from deepspeed.muon.zero.scheduler import SCHEDULES, read_schedule
 from deepspeed.muon.zero.tried_run import VARIABLE

@@ -26,7 +26,7 @@ from deepspeed.muon.zero.wrappers.stage3 import limit_without_cuts
 
 #: Warn if stepping sub-groups one by one takes more than this many times as long as stepping whole groups could.
 MAX_SUB_GROUP_SLOWDOWN = 1.25
-REST = "print(engine.basic_optimizer.describe()) shows each shape"
+REST = "print(engine.basic_optimizer.describe()) shows each parameter"
 #: Advise using more threads if a rank has at least this many CPUs for each of its threads.
 CPUS_PER_THREAD_TO_ADVISE = 4
 

@@ -101,7 +101,7 @@ def test_one_line_of_log_on_rank_0() -> None:
         f"deepspeed-muon {deepspeed.muon.__version__}: Muon updates 2 matrices (524,288 parameters), AdamW updates 2 "
         "tensors (1,024 parameters), on 2 ranks; updates of scale sqrt(max(1, rows / cols)) (adjust_lr_fn original, "
         "because adam_lr is set, as for stock DeepSpeed's Muon); Newton-Schulz on cpu in fp32 (set by ns_dtype); "
-        "print(engine.basic_optimizer.describe()) shows each shape",
+        "print(engine.basic_optimizer.describe()) shows each parameter",
     )
 
 
@@ -128,7 +128,7 @@ def described(stage: int, is_bound: bool) -> list[Any]:
     engine.basic_optimizer.given.param_groups[0]["lr"] = 0.5
     rows, text = engine.basic_optimizer.describe().rows, str(engine.basic_optimizer.describe())
     engine.destroy()
-    assert len(text.splitlines()) == 1 + len(rows) and all(row.first in text for row in rows)
+    assert len(text.splitlines()) == 1 + len(rows) and all(row.name in text for row in rows)
     return [*rows]
 
 
@@ -137,15 +137,16 @@ def test_the_table_has_every_shape_with_its_rate_and_owners(stage: int, world: i
     rows = run(described, world, stage=stage, is_bound=True)[0]
     muon, adamw = ([row for row in rows if row.updated_by == half] for half in ("Muon", "AdamW"))
     scales = {(16, 12): (4 / 3) ** 0.5, (48, 16): 3**0.5, (12, 48): 1.0}
-    assert {row.shape: row.scale for row in muon} == {shape: pytest.approx(scale) for shape, scale in scales.items()}
-    methods = {row.shape: row.method for row in muon}
-    assert methods == {shape: f"{'standard' if shape == (16, 12) else 'gram'} in fp32" for shape in scales}
+    assert {row.shape: row.scales for row in muon} == {shape: (pytest.approx(one),) for shape, one in scales.items()}
+    methods = {row.shape: (row.methods, row.dtype) for row in muon}
+    assert methods == {shape: (("standard" if shape == (16, 12) else "gram",), "fp32") for shape in scales}
+    assert sum(row.cost for row in muon) == pytest.approx(1.0)
     assert {row.lr for row in muon} == {0.5}
     assert all({*row.owners} <= {*range(world)} for row in muon)
-    assert [(row.shape, row.count, row.scale) for row in adamw] == [((size,), 1, None) for size in (16, 48, 12)]
+    assert [(row.shape, row.count, row.scales) for row in adamw] == [((size,), 1, ()) for size in (16, 48, 12)]
     before = run(described, 1, stage=0, is_bound=False)[0]
     assert {row.shape for row in before if row.updated_by == "Muon"} == scales.keys()
-    assert not any(row.owners or row.method for row in before)
+    assert not any(row.owners or row.methods for row in before)
 
 
 def test_what_takes_long_at_the_start_is_told() -> None:
