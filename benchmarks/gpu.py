@@ -50,14 +50,14 @@ def sent_to_itself(bucket: Bucket) -> Bucket:
 
 def send_to_itself(optimizer: Any) -> None:
     """Let the only rank send every matrix to itself through the process group."""
-    for key, bound in optimizer._steps.items():
+    for key, bound in optimizer._partition_steps.items():
         bucket_plans = tuple(map(sent_to_itself, bound.plan.buckets))
-        optimizer._steps[key] = dataclasses.replace(
+        optimizer._partition_steps[key] = dataclasses.replace(
             bound,
             exchange=dataclasses.replace(bound.exchange, group=torch.distributed.group.WORLD),
             plan=dataclasses.replace(bound.plan, buckets=bucket_plans),
         )
-        assert optimizer._steps[key].slots > 1
+        assert optimizer._partition_steps[key].slots > 1
 
 
 def exchange(device: str, quick: bool, rates: dict[str, float]) -> Rows:

@@ -126,12 +126,12 @@ def bound(index: int, part: StepPart, config: MuonConfig, kernels: KernelSet, **
     return bind_partition(
         Partition(index, (flat(part),), part.shards, exchange.group, 0, part.world_size),
         {"ns_method": part.group.ns_method, "adjust_lr_fn": part.group.adjust_lr_fn},
-        settings="",
+        settings_text="",
         config=config,
         dtype="fp16",
         context=StepContext(kernels=kernels, dtype="fp16"),
         exchange=exchange,
-        blocks={},
+        momentum_blocks={},
         owner_state=OwnerState(()),
     )
 
@@ -164,7 +164,7 @@ def counted(model: nn.Module, stage: int, triton: bool, ranks: int = RANKS) -> t
             states = {tensor: {"step": torch.zeros(()), "momentum_buffer": torch.empty_like(tensor)}}
             group = settings | {"params": [tensor]}
             absent: frozenset[str] = frozenset()
-            step.run(StepValues(group=group, states=states, without_gradient=absent, phase=count.phase, stats=None))
+            step.run(StepValues(group=group, state_of=states, without_gradient=absent, phase=count.phase, stats=None))
         with count.phase("adamw"):
             for tensor, state in of_adam:
                 adamw.step([tensor], [state], for_adam, decoupled=True)

@@ -241,11 +241,11 @@ def timed_step(engine: Any, batch: Tensor, counter: TrafficCounter, device: str)
 
 def exchange_alone(optimizer: Any, repeats: int, device: str) -> float:
     """Median seconds of all collectives of one step of ours with nothing computed."""
-    times, alone = [], [copy.copy(step) for step in optimizer._steps.values()]
+    times, alone = [], [copy.copy(step) for step in optimizer._partition_steps.values()]
     for step in alone:
         step._is_int8 = False
         step._prepare = step._orthogonalize = step._apply = lambda now, buffers: None
-    nothing = types.SimpleNamespace(buffers={}, phase=contextlib.nullcontext)
+    nothing = types.SimpleNamespace(open_buckets={}, phase=contextlib.nullcontext)
     for _ in range(repeats):
         torch.distributed.barrier()
         times.append(seconds(lambda: [step.run(nothing) for step in alone], device))

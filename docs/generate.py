@@ -232,11 +232,13 @@ def configuration() -> str:
         (f"`{name}`", f"`{formula}`", *(f"{update_rms(name, *shape):.3g}" for shape in shapes))
         for name, (formula, _) in SCALES.items()
     ]
-    first = next(iter(PRESETS.values())).values
+    first = next(iter(PRESETS.values())).settings
     presets = []
     for name, preset in PRESETS.items():
         differences = {
-            key: preset.values.get(key) for key in first | preset.values if preset.values.get(key) != first.get(key)
+            key: preset.settings.get(key)
+            for key in first | preset.settings
+            if preset.settings.get(key) != first.get(key)
         }
         is_variant = 0 < len(differences) < len(first)
         presets.append(
@@ -245,7 +247,7 @@ def configuration() -> str:
                 source=preset.source,
                 left_out=f" {preset.left_out}." if preset.left_out else "",
                 base=f" As `{next(iter(PRESETS))}`, except:" if is_variant else "",
-                values=_json(differences if is_variant else preset.values),
+                values=_json(differences if is_variant else preset.settings),
             )
         )
     routers = defaultdict[str, list[str]](list)

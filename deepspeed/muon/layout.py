@@ -46,9 +46,9 @@ class Block:
 
     The block starts at index ``offset`` of the flattened parameter, and its rows are ``stride`` elements apart. Rows
     that are not evenly spaced form several ``bands`` of equal size, ``gap`` elements apart: the queries of each head in
-    a fused weight, for example. Its columns are ``step`` elements apart: every fourth column of a weight that holds a
-    LoRA factor of each of 4 experts, for example. With n = rows / bands, the index of element (i, j) is ``offset +
-    i // n * gap + i % n * stride + j * step``.
+    a fused weight, for example. Its columns are ``column_stride`` elements apart: every fourth column of a weight that
+    holds a LoRA factor of each of 4 experts, for example. With n = rows / bands, the index of element (i, j) is
+    ``offset + i // n * gap + i % n * stride + j * column_stride``.
     """
 
     offset: int
@@ -57,7 +57,7 @@ class Block:
     stride: int
     bands: int = 1
     gap: int = 0
-    step: int = 1
+    column_stride: int = 1
 
     @property
     def numel(self) -> int:
@@ -73,17 +73,17 @@ class Block:
         """Return the index in the flattened parameter of element ``at`` of the flattened block."""
         row, column = divmod(at, self.cols)
         band, row = divmod(row, self.rows // self.bands)
-        return self.offset + band * self.gap + row * self.stride + column * self.step
+        return self.offset + band * self.gap + row * self.stride + column * self.column_stride
 
     def before(self, element: int) -> int:
         """Return how many elements of the block lie before index ``element`` of the flattened parameter."""
         inside, numel = max(0, element - self.offset), self.rows * self.cols
-        if self.stride == self.cols and self.bands == 1:  # step is 1
+        if self.stride == self.cols and self.bands == 1:  # column_stride is 1
             return min(inside, numel)
         whole = numel // self.bands
         band, inside = divmod(inside, self.gap) if self.bands > 1 else (0, inside)
         row, column = divmod(inside, self.stride)
-        columns = min(-(-column // self.step), self.cols)
+        columns = min(-(-column // self.column_stride), self.cols)
         return min(band * whole + min(row * self.cols + columns, whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
@@ -91,16 +91,16 @@ class Block:
 
         ``pitch``: if the block is one tensor-parallel rank's part of a matrix, the number of columns of that matrix.
         The rectangles' ``at`` and ``pitch`` then refer to that matrix, with index 0 at the block's first element. Such
-        a part has ``step`` 1.
+        a part has ``column_stride`` 1.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
         while at < end:
             left = min(end, (at // in_band + 1) * in_band) - at
             column = at % self.cols
-            if self.step > 1:  # each element is a row of the piece
-                rows = left if self.stride == self.cols * self.step else min(self.cols - column, left)
-                yield Piece(self.element(at), at, rows, 1, self.step if rows > 1 else 1, 1)
+            if self.column_stride > 1:  # each element is a row of the piece
+                rows = left if self.stride == self.cols * self.column_stride else min(self.cols - column, left)
+                yield Piece(self.element(at), at, rows, 1, self.column_stride if rows > 1 else 1, 1)
                 at += rows
                 continue
             if self.rows == 1 or (self.stride == self.cols and pitch in (None, self.cols)):
@@ -169,7 +169,9 @@ def cut(block: Block, by: Cut) -> tuple[Block, ...]:
     starts = [sum(by.sizes[:i]) for i in range(len(by.sizes))]
     pairs, stride = zip(starts, by.sizes, strict=True), block.stride
     if by.axis == 1:
-        return tuple(replace(block, offset=block.offset + start * block.step, cols=size) for start, size in pairs)
+        return tuple(
+            replace(block, offset=block.offset + start * block.column_stride, cols=size) for start, size in pairs
+        )
     bands, gap = by.groups, sum(by.sizes) * stride if by.groups > 1 else 0
     return tuple(
         replace(block, offset=block.offset + i * stride, rows=n * bands, bands=bands, gap=gap) for i, n in pairs
@@ -180,7 +182,7 @@ def cut(block: Block, by: Cut) -> tuple[Block, ...]:
 class Placement:
     """The rule that says which rank holds each element of one parameter, and at which index.
 
-    Element e is in part k = ``(origin + e) // span``, which is on rank ``first + k * step``. Its index in the flat
+    Element e is in part k = ``(origin + e) // span``, which is on rank ``first + k * rank_step``. Its index in the flat
     tensor of that rank is ``base + (origin + e) % span``.
 
     - ZeRO stages 1 and 2 split a flattened parameter group. ``origin``: offset of the parameter in the group. ``span``:
@@ -188,7 +190,7 @@ class Placement:
     - Stage 3 splits each parameter. ``origin``: 0. ``span``: size of one rank's part of it. ``base``: offset of that
       part in the rank's flat tensor.
     - Stage 0 splits nothing. ``origin``, ``base``: 0. ``span``: size of the parameter. ``copies``: number of ranks.
-    - With T tensor-parallel ranks, rank t of them has a parameter of its own. ``first``: t. ``step``: T.
+    - With T tensor-parallel ranks, rank t of them has a parameter of its own. ``first``: t. ``rank_step``: T.
     """
 
     origin: int
@@ -196,14 +198,14 @@ class Placement:
     base: int
     copies: int = 1
     first: int = 0
-    step: int = 1
+    rank_step: int = 1
 
     def ranks(self, start: int, stop: int) -> range:
         """Return the ranks that hold any of the parameter's elements from ``start`` to ``stop - 1``."""
         if self.copies > 1:
             return range(self.copies)
         low, high = (self.origin + start) // self.span, (self.origin + stop - 1) // self.span
-        return range(self.first + low * self.step, self.first + high * self.step + 1, self.step)
+        return range(self.first + low * self.rank_step, self.first + high * self.rank_step + 1, self.rank_step)
 
     def held_range(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """Return (first, end): of elements ``start`` to ``stop - 1``, ``rank`` holds ``first`` to ``end - 1``.
@@ -212,14 +214,14 @@ class Placement:
         """
         if self.copies > 1:
             return start, stop
-        part, other = divmod(rank - self.first, self.step)
+        part, other = divmod(rank - self.first, self.rank_step)
         low = part * self.span - self.origin
         return (max(start, low), min(stop, low + self.span)) if not other else (stop, start)
 
     @property
     def rule(self) -> tuple[int, int, int, int, int]:
-        """Return the fields that decide which rank holds each element: (origin, span, copies, first, step)."""
-        return self.origin, self.span, self.copies, self.first, self.step
+        """Return the fields that decide which rank holds each element: (origin, span, copies, first, rank_step)."""
+        return self.origin, self.span, self.copies, self.first, self.rank_step
 
     def position(self, element: int) -> int:
         """Return the index of the parameter's ``element`` in the flat tensor of the rank that holds this element."""
@@ -241,47 +243,52 @@ class Rectangle(NamedTuple):
 class Spread:
     """Which ranks hold which elements of one matrix. All matrices that are spread in the same way share one object.
 
-    ``parts``: the rectangles that form the matrix: a single one without tensor parallelism, otherwise at least one for
+    ``rectangles``: those that form the matrix: a single one without tensor parallelism, otherwise at least one for
     each tensor-parallel rank. If these ranks hold copies of the matrix, their rectangles are the same: the owner reads
     one copy, and sends its result to all. ``cols``: columns of the matrix.
     """
 
-    def __init__(self, parts: tuple[Rectangle, ...], cols: int) -> None:
-        self.parts, self._cols = parts, cols
-        ranks = [placement.ranks(block.offset, block.stop) for block, _, placement in parts]
+    def __init__(self, rectangles: tuple[Rectangle, ...], cols: int) -> None:
+        self.rectangles, self._cols = rectangles, cols
+        ranks = [placement.ranks(block.offset, block.stop) for block, _, placement in rectangles]
         #: Ranks that hold a part of the matrix, in order.
-        self.holders: Sequence[int] = ranks[0] if len(parts) == 1 else sorted({*chain.from_iterable(ranks)})
-        self._held: dict[int, int] = {}
-        self._pieces: dict[int, tuple[Piece, ...]] = {}
+        self.holders: Sequence[int] = ranks[0] if len(rectangles) == 1 else sorted({*chain.from_iterable(ranks)})
+        self._held_by_rank: dict[int, int] = {}
+        self._pieces_by_rank: dict[int, tuple[Piece, ...]] = {}
 
     @cached_property
     def text(self) -> str:
         """Return a text that is equal for equal spreads, by which ranks compare their plans."""
-        blocks = ((part.block, part.at, part.placement.rule) for part in self.parts)
-        return str([(b.offset, b.rows, b.cols, b.stride, b.bands, b.gap, b.step, at, rule) for b, at, rule in blocks])
+        parts = []
+        for block, at, placement in self.rectangles:
+            shape = block.rows, block.cols, block.stride, block.bands, block.gap, block.column_stride
+            parts.append((block.offset, *shape, at, placement.rule))
+        return str(parts)
 
     def held_elements(self, rank: int) -> int:
         """Return how many elements of the matrix ``rank`` holds."""
-        if rank not in self._held:
-            self._held[rank] = self._count(rank)
-        return self._held[rank]
+        if rank not in self._held_by_rank:
+            self._held_by_rank[rank] = self._count(rank)
+        return self._held_by_rank[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return the parts of the matrix that ``rank`` holds, as rectangles of elements; empty if it holds none."""
-        if rank not in self._pieces:
-            self._pieces[rank] = self._cut(rank)
-        return self._pieces[rank]
+        if rank not in self._pieces_by_rank:
+            self._pieces_by_rank[rank] = self._cut(rank)
+        return self._pieces_by_rank[rank]
 
     def _count(self, rank: int) -> int:
-        local = ((block, *placement.held_range(rank, block.offset, block.stop)) for block, _, placement in self.parts)
+        local = (
+            (block, *placement.held_range(rank, block.offset, block.stop)) for block, _, placement in self.rectangles
+        )
         return sum(max(0, block.before(high) - block.before(low)) for block, low, high in local)
 
     def _cut(self, rank: int) -> tuple[Piece, ...]:
-        found: list[Piece] = []
-        for block, at, placement in self.parts:
-            pieces = block.pieces(*placement.held_range(rank, block.offset, block.stop), self._cols)
-            found += (piece._replace(at=at + piece.at) for piece in pieces) if at else pieces
-        return tuple(found)
+        pieces: list[Piece] = []
+        for block, at, placement in self.rectangles:
+            of_block = block.pieces(*placement.held_range(rank, block.offset, block.stop), self._cols)
+            pieces += (piece._replace(at=at + piece.at) for piece in of_block) if at else of_block
+        return tuple(pieces)
 
 
 @lru_cache(maxsize=1024)
@@ -291,12 +298,12 @@ def spread_of(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, i
     ``sharding``: how tensor parallelism splits the parameter; ``None`` if it does not. ``rules``: the
     :attr:`Placement.rule` of each tensor-parallel rank's parameter.
     """
-    parts = []
-    for t, (origin, span, copies, first, step) in enumerate(rules):
-        placement = Placement(origin, span, 0, copies, first, step)
+    rectangles = []
+    for t, (origin, span, copies, first, rank_step) in enumerate(rules):
+        placement = Placement(origin, span, 0, copies, first, rank_step)
         for part, at in sharding.parts(block, t) if sharding else ((block, 0),):
-            parts.append(Rectangle(part, at, placement))
-    return Spread(tuple(parts), block.cols)
+            rectangles.append(Rectangle(part, at, placement))
+    return Spread(tuple(rectangles), block.cols)
 
 
 #: The attribute in which DeepSpeed's AutoTP describes how it split a parameter.

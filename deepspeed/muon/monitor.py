@@ -98,7 +98,7 @@ class Recorder:
         """Return whether the engine's next step is to be recorded, according to ``monitor_interval``."""
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
-    def record(self, step: Callable[[], None], engine: Any, outer: Phase) -> None:
+    def record(self, take_step: Callable[[], None], engine: Any, outer: Phase) -> None:
         """Make an optimizer step by calling ``step()``, measure it, and write the values on rank 0. A collective.
 
         ``outer``: function (name of a phase) -> context manager, such as a timer, in which the phase is run as well.
@@ -115,7 +115,7 @@ class Recorder:
                     yield
 
         with self._optimizer.observed(phase, stats):
-            step()
+            take_step()
         values = stats.of_all_ranks()
         if (norm := engine.get_global_grad_norm()) is not None:
             values["grad_norm"] = float(norm)

@@ -116,32 +116,32 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Trained parameter -> its route and matrices, in the order of the parameter groups.
         self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
         with naming_preset_keys(self.config.preset, self.config.preset_values):
-            layers = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
+            attentions = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
             #: Options without effect in this pipeline stage, and the error to raise if they have none in any stage.
-            self.unused_options = check_options(model, self.specs.values(), self.config, layers)
+            self.unused_options = check_options(model, self.specs.values(), self.config, attentions)
         #: The parameters that were frozen when the optimizer was built, by name; weak, so that a model can drop them.
         self._frozen = weakref.WeakValueDictionary({n: p for n, p in model.named_parameters() if not p.requires_grad})
         #: First tensor of a partition of Muon parameters -> the step of that partition.
-        self._steps: dict[Tensor, PartitionStep] = {}
+        self._partition_steps: dict[Tensor, PartitionStep] = {}
         #: First tensor of a partition that is looked at and not yet updated -> its matrices without gradient.
         self._without_gradient: dict[Tensor, frozenset[str]] = {}
         self._adam_partitions: list[Partition] = []
-        self._blocks: dict[Tensor, Blocks] = {}
+        self._momentum_blocks: dict[Tensor, Blocks] = {}
         #: Tensor that AdamW updates -> the parts of parameters that are stored in it.
         self._fragments: dict[Tensor, list[Fragment]] = {}
         self.workspace = Workspace()
         #: Facts that the ranks have agreed on; set before :meth:`bind`.
         self.context = StepContext()
         self.owner_state = OwnerState(self.config.rules)
-        if self.config.qk_clip and layers is not None:
-            names = {param: spec.name for param, spec in self.specs.items()}
+        if self.config.qk_clip and attentions is not None:
+            name_of = {param: spec.name for param, spec in self.specs.items()}
             living = weakref.ref(self)  # the model's hooks keep the function; they must not keep the optimizer
 
             def steps_done() -> int:
                 optimizer = living()
                 return optimizer.steps_done if optimizer is not None else 0
 
-            self.qk_clip = QKClip(self.config.qk_clip, layers, names, step=steps_done)
+            self.qk_clip = QKClip(self.config.qk_clip, attentions, name_of, steps_done=steps_done)
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: For each parameter group, the specs of its parameters.
         self._specs_of_groups = [[specs[p] for p in half["params"]] for half in split.halves]
@@ -195,7 +195,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """
         if self.context.is_logging and self._device is None:
             warn_of_odd_settings(self.param_groups)
-        self._steps.clear()
+        self._partition_steps.clear()
         self._adam_partitions.clear()
         self._fragments.clear()
         # Under CPU offload the shards are on the host, and Newton-Schulz runs on the accelerator.
@@ -206,10 +206,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             if not group["use_muon"]:
                 self._adam_partitions.append(partition)
                 continue
-            self._steps[partition.tensors[0]] = bind_partition(
+            self._partition_steps[partition.tensors[0]] = bind_partition(
                 partition,
                 group,
-                settings=settings_text(group),
+                settings_text=settings_text(group),
                 config=self.config,
                 dtype=self.ns_dtype,
                 context=self.context,
@@ -220,11 +220,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                     work=self.workspace,
                     staging=staging,
                 ),
-                blocks=self._blocks,
+                momentum_blocks=self._momentum_blocks,
                 owner_state=self.owner_state,
             )
         self._device = device
-        self.owner_state.bind(self._steps.values())
+        self.owner_state.bind(self._partition_steps.values())
         if self.qk_clip:
             self.qk_clip.bind(partitions, self.context.peers, device)
 
@@ -235,14 +235,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """
         if self._device is None:
             return
-        for tensor, step in self._steps.items():
-            if step.settings != settings_text(group := self.param_groups[step.partition.index]):
-                self._steps[tensor] = with_settings(step, group, settings_text(group))
-        self.owner_state.bind(self._steps.values())
+        for tensor, step in self._partition_steps.items():
+            if step.settings_text != settings_text(group := self.param_groups[step.partition.index]):
+                self._partition_steps[tensor] = with_settings(step, group, settings_text(group))
+        self.owner_state.bind(self._partition_steps.values())
 
     def connect(self) -> None:
         """Make the backend's connections for the exchange, group by group in the order of a step; a collective."""
-        exchanges = {id(s.exchange.group): s.exchange for s in self._steps.values() if s.sends_between_ranks}
+        exchanges = {id(s.exchange.group): s.exchange for s in self._partition_steps.values() if s.sends_between_ranks}
         for exchange in exchanges.values():
             exchange.connect()
 
@@ -263,7 +263,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @property
     def partitions(self) -> list[Partition]:
         """Return the :class:`Partition` objects passed to :meth:`bind` whose parameters Muon updates."""
-        return [step.partition for step in self._steps.values()]
+        return [step.partition for step in self._partition_steps.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
@@ -273,7 +273,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @property
     def plans(self) -> list[Plan]:
         """Return for each entry of :attr:`partitions` the :class:`Plan` of what this rank sends and computes."""
-        return [step.plan for step in self._steps.values()]
+        return [step.plan for step in self._partition_steps.values()]
 
     @property
     def compute_device(self) -> torch.device:
@@ -286,7 +286,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         Ranks that train the same parameters must have equal hashes.
         """
-        return short_hash("".join(step.digest for step in self._steps.values()))
+        return short_hash("".join(step.digest for step in self._partition_steps.values()))
 
     @property
     def exchange(self) -> Exchange:
@@ -294,7 +294,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         The exchanges of the other entries have the same dtype, device and workspace.
         """
-        return next(iter(self._steps.values())).exchange
+        return next(iter(self._partition_steps.values())).exchange
 
     @property
     def steps_done(self) -> int:
@@ -330,7 +330,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         ``print(engine.basic_optimizer.describe())`` prints it; ``describe().rows`` are its rows.
         """
-        return describe(groups_of(self.param_groups, self._specs_of_groups, [*self._steps.values()]))
+        return describe(groups_of(self.param_groups, self._specs_of_groups, [*self._partition_steps.values()]))
 
     def warn_of_no_matrix(self) -> None:
         """Log a warning that AdamW updates all parameters, and why no matrix goes to Muon."""
@@ -349,7 +349,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not use_muon:
             self._fragments |= zip(partition.tensors, partition.fragments(), strict=True)
         elif self.config.momentum_dtype == "int8":
-            self._blocks |= zip(partition.tensors, map(Blocks, partition.matrix_pieces()), strict=True)
+            self._momentum_blocks |= zip(partition.tensors, map(Blocks, partition.matrix_pieces()), strict=True)
         for tensor in partition.tensors:
             self.create_state(tensor, use_muon)
 
@@ -362,10 +362,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
         """Return the quantization blocks of a tensor's int8 momentum: which elements share a scale."""
-        if tensor not in self._blocks:  # before bind, a tensor is a whole parameter
+        if tensor not in self._momentum_blocks:  # before bind, a tensor is a whole parameter
             whole = whole_partition(0, [tensor], [self.specs[tensor]])  # type: ignore[index]
-            self._blocks[tensor] = Blocks(whole.matrix_pieces()[0])
-        return self._blocks[tensor]
+            self._momentum_blocks[tensor] = Blocks(whole.matrix_pieces()[0])
+        return self._momentum_blocks[tensor]
 
     def state_keys(self, tensor: Tensor) -> list[str]:
         """Return the keys of a tensor's state for :meth:`read_state`, such as ``["exp_avg", "exp_avg_sq", "step"]``.
@@ -482,7 +482,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _step_of(self, group: dict[str, Any]) -> PartitionStep:
         """Return the planned step of a Muon group's tensors; raise RuntimeError if they were replaced."""
-        step = self._steps.get(group["params"][0])
+        step = self._partition_steps.get(group["params"][0])
         if step is None:
             raise RuntimeError(
                 f"the tensors of parameter group {group['name']!r} were replaced after the optimizer had "
@@ -501,16 +501,20 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self._has_looked or not all(first in self._without_gradient for first in firsts):
             looks: list[tuple[PartitionStep, Gradients]]
             looks = [(step, [pieces_of(tensor) for tensor in step.partition.tensors]) for step in steps]
-            others = (step for tensor, step in self._steps.items() if all(tensor is not first for first in firsts))
-            found = [(step, self.context.gradients(step.partition)) for step in others]
-            looks += [(step, [pieces]) for step, pieces in found if pieces is not None]
+            others = (
+                step for tensor, step in self._partition_steps.items() if all(tensor is not first for first in firsts)
+            )
+            gradients_of_others = [(step, self.context.gradients_of(step.partition)) for step in others]
+            looks += [(step, [pieces]) for step, pieces in gradients_of_others if pieces is not None]
             self._look(looks)
         return [self._without_gradient.pop(first) for first in firsts]
 
     def _look(self, looks: Sequence[tuple[PartitionStep, Gradients]]) -> None:
         """Find the matrices without gradient of some partitions, given as (its step, its gradients); a collective."""
         with self._phase("prepare"):
-            names = without_gradient([step.gradients for step, _ in looks], [g for _, g in looks], self.context.read)
+            names = without_gradient(
+                [step.gradients for step, _ in looks], [g for _, g in looks], self.context.read_flags
+            )
         self._without_gradient, self._has_looked = {}, True
         for (step, _), of_step in zip(looks, names, strict=True):
             self._without_gradient[step.partition.tensors[0]] = of_step
@@ -526,7 +530,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         step.run(
             StepValues(
                 group=group,
-                states=self.state,
+                state_of=self.state,
                 without_gradient=without_gradient,
                 phase=self._phase,
                 stats=self._stats,

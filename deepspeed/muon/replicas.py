@@ -35,7 +35,7 @@ def bind_without_sharding(optimizer: Any, replicas: Any) -> None:
     partitions = [
         whole_partition(
             index,
-            params=group["params"],
+            tensors=group["params"],
             specs=[optimizer.specs[param] for param in group["params"]],
             group=replicas,
             rank=rank,
@@ -57,9 +57,9 @@ def check_replicas_agree(optimizer: Any, replicas: Any) -> None:
 
 
 def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
-    """Raise RuntimeError on all ranks of ``group`` if the texts ``facts`` differ; a collective on ``device``."""
-    parts = torch.tensor(list(hashlib.sha256("".join(facts).encode()).digest()), dtype=torch.int32, device=device)
-    highest, lowest = all_maxima(torch.stack([parts, -parts]), group)
+    """Raise RuntimeError on all ranks of ``group`` if ``facts`` differ between them; a collective on ``device``."""
+    digest = torch.tensor(list(hashlib.sha256("".join(facts).encode()).digest()), dtype=torch.int32, device=device)
+    highest, lowest = all_maxima(torch.stack([digest, -digest]), group)
     if not torch.equal(highest, -lowest):
         raise RuntimeError(
             "MuonWithAuxAdam differs between DistributedDataParallel's ranks, in settings, kernels, parameters or "

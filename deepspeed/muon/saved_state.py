@@ -27,13 +27,11 @@ from deepspeed.muon.exchange.consensus import short_hash
 from deepspeed.muon.exchange.run import Exchange
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, State
-from deepspeed.muon.math.rules import RULES, Rule, Shape, state_shapes
+from deepspeed.muon.math.rules import RULES, Rule, state_shapes
 
 #: Keys of a saved group: the momentum's dtype if it was int8; the state of the loss scaler of fp16 autocast at stage 0;
 #: the names of the group's parameters at stage 0.
 KEPT_AS, SCALE, NAMES = "momentum_dtype", "grad_scaler", "param_names"
-Saved = dict[str, Any]
-Groups = Sequence[Mapping[str, Any]]
 #: Keys of a group that keep the config's values in a load: ``lr_ratio``, and the marks by which ZeRO knows experts.
 KEPT_FROM_CONFIG = {"lr_ratio", "name", "moe"}
 LOAD = 'load it with "checkpoint": {"load_universal": true} in ds_config.json, without a tag'
@@ -43,26 +41,26 @@ WEIGHTS_ALONE = (
 )
 
 
-def muon_state(state: State, tensor: Tensor, momentum_dtype: str, blocks: Callable[[Tensor], Blocks]) -> State:
+def muon_state(state: State, tensor: Tensor, momentum_dtype: str, blocks_of: Callable[[Tensor], Blocks]) -> State:
     """Return ``state``, the Muon state of ``tensor``. If it has no momentum, add ``step`` and a momentum of zeros.
 
     ``step`` is an fp32 scalar tensor on the CPU. The momentum is ``momentum_buffer``, with the tensor's shape. An int8
     momentum is ``momentum_codes``, with the tensor's shape, and ``momentum_absmax``, fp32, one element for each
-    quantization block. ``momentum_dtype``: as for :func:`storage_dtype`. ``blocks``: function that returns a tensor's
-    quantization blocks; called only for int8.
+    quantization block. ``momentum_dtype``: as for :func:`storage_dtype`. ``blocks_of``: function that returns the
+    quantization blocks of a tensor; called only for int8.
     """
     if MOMENTUM not in state and CODES not in state:
         # On the CPU, because each step reads the count, for schedules and random numbers, and would wait for a device.
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         dtype = storage_dtype(tensor, momentum_dtype)
         if dtype == torch.int8:
-            state |= zero_codes(tensor.shape, blocks(tensor), tensor.device)
+            state |= zero_codes(tensor.shape, blocks_of(tensor), tensor.device)
         else:
             state[MOMENTUM] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
     return state
 
 
-def zero_codes(shape: torch.Size, blocks: Blocks, device: torch.device) -> State:
+def zero_codes(shape: Sequence[int], blocks: Blocks, device: torch.device) -> State:
     """Return an int8 momentum of zeros: the entries ``momentum_codes`` and ``momentum_absmax`` of a tensor's state."""
     return {
         CODES: torch.zeros(shape, dtype=torch.int8, device=device),
@@ -90,7 +88,7 @@ class UncastMomentum:
 class SavedForm:
     """The ``state_dict`` and ``load_state_dict`` hooks that convert optimizer state to and from its form in files.
 
-    Files contain an int8 momentum as fp32, for example. DeepSpeed engines set ``is_convertible``, ``scaler``, ``read``.
+    Files contain an int8 momentum as fp32, for example. The other attributes are set under DeepSpeed.
     """
 
     #: Whether saves rename the momentum for DeepSpeed's converter, and loads refuse a checkpoint of another routing.
@@ -98,9 +96,9 @@ class SavedForm:
     #: The loss scaler of fp16 autocast at stage 0; its scale is saved with the optimizer.
     scaler: torch.amp.GradScaler | None = None
     #: The names of each group's parameters, where DeepSpeed's files have none, which is at stage 0.
-    names: Sequence[Sequence[str]] = ()
+    names_of_groups: Sequence[Sequence[str]] = ()
     #: (a tensor that is updated, one of its state tensors) -> the values of that state, read from NVMe if necessary.
-    read: Callable[[Tensor, Tensor], Tensor] | None = None
+    read_swapped: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._before: dict[Tensor, dict[str, Any]] = {}
@@ -110,31 +108,33 @@ class SavedForm:
 
     # ---- saving -------------------------------------------------------------------------------------------------
 
-    def save(self, optimizer: Any, saved: Saved) -> None:
-        """Convert the state dict ``saved`` in place to its form in files; torch calls this after ``state_dict``."""
+    def save(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
+        """Convert ``state_dict`` in place to its form in files; torch calls this after making it."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        state, groups = saved["state"], saved["param_groups"]
+        state, groups = state_dict["state"], state_dict["param_groups"]
         for group in groups:
             for index in group["params"]:
                 if index in state:
                     state[index] = self._saved_entry(optimizer, tensors[index], state[index])
             if group["use_muon"] and optimizer.config.momentum_dtype == "int8":
                 group[KEPT_AS] = "int8"
-        for group, names in zip(groups, self.names, strict=False):
+        for group, names in zip(groups, self.names_of_groups, strict=False):
             group[NAMES] = list(names)
         optimizer.owner_state.save(groups)
         if self.scaler is not None:
             groups[0][SCALE] = self.scaler.state_dict()
         if self.is_convertible:
-            found = split_hashes(optimizer)
-            facts = {"matrices": list(found), "blocks": {name: cut for name, cut in found.items() if cut}}
+            hashes = split_hashes(optimizer)
+            facts = {"matrices": list(hashes), "blocks": {name: cut for name, cut in hashes.items() if cut}}
             # In all groups, because the converter keeps one pipeline stage's groups, and that may have no Muon group.
             for group in groups:
                 group.update(facts)
 
     def _saved_entry(self, optimizer: Any, tensor: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-        if self.read is not None:  # read states from NVMe, so that a rank's file is complete and every tool can use it
-            entry = {name: self.read(tensor, value) for name, value in entry.items()}
+        if (
+            self.read_swapped is not None
+        ):  # read states from NVMe, so that a rank's file is complete and every tool can use it
+            entry = {name: self.read_swapped(tensor, value) for name, value in entry.items()}
         entry = dict(entry)
         if CODES in entry:
             # Saved as fp32, which every reader of checkpoints understands; a load computes the same codes from it.
@@ -151,13 +151,13 @@ class SavedForm:
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
-    def before_load(self, optimizer: Any, saved: Saved) -> Saved:
-        """Return a copy of the state dict ``saved`` that torch can load. Torch calls this before ``load_state_dict``.
+    def before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of ``state_dict`` that torch can load. Torch calls this before it loads the state dict.
 
         Each momentum becomes an :class:`UncastMomentum` under the key ``momentum_buffer``. Under DeepSpeed, raise
         ValueError if the saved groups do not fit this run; see :func:`check_groups`.
         """
-        state, groups = dict(saved["state"]), [dict(group) for group in saved["param_groups"]]
+        state, groups = dict(state_dict["state"]), [dict(group) for group in state_dict["param_groups"]]
         if self.is_convertible:
             check_groups(optimizer, groups)
             pairs = zip(optimizer.param_groups, groups, strict=True)
@@ -174,7 +174,7 @@ class SavedForm:
                     # torch would cast a bare tensor to the parameter's dtype, which may have fewer digits.
                     entry[MOMENTUM] = UncastMomentum(tensor, torch.int8 if is_int8 else tensor.dtype)
         self._before = {tensor: dict(entry) for tensor, entry in optimizer.state.items()}
-        return {**saved, "state": state, "param_groups": groups}
+        return {**state_dict, "state": state, "param_groups": groups}
 
     @torch.no_grad()
     def load(self, optimizer: Any) -> None:
@@ -204,16 +204,16 @@ def _cast_momentum(optimizer: Any) -> None:
     for tensor, state in optimizer.state.items():
         if MOMENTUM not in state:
             continue
-        saved: UncastMomentum = state.pop(MOMENTUM)
+        uncast: UncastMomentum = state.pop(MOMENTUM)
         dtype = storage_dtype(tensor, optimizer.config.momentum_dtype)
-        if saved.dtype != dtype:
-            changes.add((saved.dtype, dtype))
+        if uncast.dtype != dtype:
+            changes.add((uncast.dtype, dtype))
         if dtype == torch.int8:
             blocks = optimizer.blocks_of(tensor)
-            state |= zero_codes(saved.tensor.shape, blocks, tensor.device)  # tensor is empty while it is on NVMe
-            blocks.write(state, 0, saved.tensor.reshape(-1))
+            state |= zero_codes(uncast.tensor.shape, blocks, tensor.device)  # tensor is empty while it is on NVMe
+            blocks.write(state, 0, uncast.tensor.reshape(-1))
         else:
-            state[MOMENTUM] = saved.tensor.to(dtype=dtype, device=tensor.device)
+            state[MOMENTUM] = uncast.tensor.to(dtype=dtype, device=tensor.device)
     for was, now in changes:
         logger.warning(
             "deepspeed-muon: the checkpoint's momentum is %s; converted to %s, as optimizer.params.momentum_dtype says",
@@ -222,27 +222,27 @@ def _cast_momentum(optimizer: Any) -> None:
         )
 
 
-def _is_alike(value: Tensor, target: Any) -> bool:
-    if not torch.is_tensor(target):
+def _is_alike(loaded: Tensor, existing: Any) -> bool:
+    if not torch.is_tensor(existing):
         return False
-    return (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)
+    return (loaded.shape, loaded.dtype, loaded.device) == (existing.shape, existing.dtype, existing.device)
 
 
-def read_mapped(path: str | Path) -> Any:
+def read_mapped(file: Path) -> Any:
     """Return the contents of a checkpoint file, with tensors that are mapped from it if its format permits."""
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+    return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
 
 
 # ---- the groups of a saved optimizer: whether they match this run's, and which of their settings are used ------------
 
 
-def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups in ``saved``, the optimizer state of a DeepSpeed or universal checkpoint file."""
-    inner = saved.get("optimizer_state_dict", saved)
+def saved_groups(optimizer_state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups in ``optimizer_state``, that of a file of a DeepSpeed or universal checkpoint."""
+    inner = optimizer_state.get("optimizer_state_dict", optimizer_state)
     return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
 
 
-def group_kinds(groups: Groups) -> list[bool | None]:
+def group_kinds(groups: Sequence[Mapping[str, Any]]) -> list[bool | None]:
     """Return for each saved parameter group True (Muon), False (AdamW) or None (from an optimizer of another class)."""
     return [group.get("use_muon") for group in groups]
 
@@ -282,7 +282,7 @@ def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
     return f"convert it with python -m deepspeed.checkpoint.ds_to_universal {options}, then {LOAD}"
 
 
-def check_groups(optimizer: Any, groups: Groups) -> None:
+def check_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if the saved parameter groups do not fit this run; see :func:`routing_difference`.
 
     Only warn if the saved run split a parameter into other matrices.
@@ -303,7 +303,10 @@ def check_groups(optimizer: Any, groups: Groups) -> None:
 
 
 def routing_difference(
-    optimizer: Any, groups: Groups, folder: Path = Path("CHECKPOINT/TAG"), stages: Collection[int] = ()
+    optimizer: Any,
+    groups: Sequence[Mapping[str, Any]],
+    folder: Path = Path("CHECKPOINT/TAG"),
+    stages: Collection[int] = (),
 ) -> str | None:
     """Return an error message if saved parameter groups do not fit this run; otherwise ``None``.
 
@@ -373,36 +376,36 @@ class OwnerState:
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules
-        self._names = [name for rule in rules for name in rule.STATE]
+        self._state_names = [name for rule in rules for name in rule.STATE]
         #: Name of a state -> name of a matrix -> tensor. Between a load and the next :meth:`bind`: of all matrices.
-        self.tensors: dict[str, dict[str, Tensor]] = {}
+        self.tensors_by_state: dict[str, dict[str, Tensor]] = {}
         #: For each partition, its exchange and name of a state -> name of a matrix -> shape, for all its matrices.
-        self._shapes: list[tuple[Exchange, dict[str, dict[str, Shape]]]] = []
+        self._state_shapes: list[tuple[Exchange, dict[str, dict[str, tuple[int, ...]]]]] = []
 
-    def bind(self, steps: Iterable[Any]) -> None:
+    def bind(self, partition_steps: Iterable[Any]) -> None:
         """Keep only the state of matrices that this rank owns under the current plans. Missing state becomes 0.
 
-        Call this after :meth:`load`. ``steps``: the planned :class:`PartitionStep` of each partition.
+        Call this after :meth:`load`. ``partition_steps``: the planned :class:`PartitionStep` of each partition.
         """
-        loaded, self.tensors = self.tensors, {name: {} for name in self._names}
-        self._shapes.clear()
-        for step in steps if self._names else ():
-            device, shapes = step.exchange.device, dict[str, dict[str, Shape]]()
+        loaded, self.tensors_by_state = self.tensors_by_state, {name: {} for name in self._state_names}
+        self._state_shapes.clear()
+        for step in partition_steps if self._state_names else ():
+            device, shapes = step.exchange.device, dict[str, dict[str, tuple[int, ...]]]()
             for item in step.partition.blocks:
                 for name, shape in state_shapes(self._rules, item.shape, item.axis).items():
                     shapes.setdefault(name, {})[item.name] = shape
-            self._shapes.append((step.exchange, shapes))
+            self._state_shapes.append((step.exchange, shapes))
             owned = [one for bucket in step.plan.buckets for batch in bucket.batches for one in batch.names]
             for name, shape_of in shapes.items():
                 for matrix in owned:
                     tensor = loaded.get(name, {}).get(matrix)
                     if tensor is None or tensor.shape != shape_of[matrix]:
                         tensor = torch.zeros(shape_of[matrix], dtype=torch.float32, device=device)
-                    self.tensors[name][matrix] = tensor.to(device)
+                    self.tensors_by_state[name][matrix] = tensor.to(device)
 
-    def of(self, matrix: str) -> dict[str, Tensor]:
+    def of(self, matrix_name: str) -> dict[str, Tensor]:
         """Return {name of a state: tensor} of a matrix that this rank owns; empty if no rule has state."""
-        return {name: self.tensors[name][matrix] for name in self._names}
+        return {name: self.tensors_by_state[name][matrix_name] for name in self._state_names}
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -410,24 +413,27 @@ class OwnerState:
 
         A collective: entering the context collects the state from its owners.
         """
-        owned = self.tensors
-        if self._shapes:
-            self.tensors = {name: {} for name in self._names}
-        for exchange, shapes in self._shapes:
+        owned = self.tensors_by_state
+        if self._state_shapes:
+            self.tensors_by_state = {name: {} for name in self._state_names}
+        for exchange, shapes in self._state_shapes:
             for name, of_matrices in shapes.items():
-                self.tensors[name] |= exchange.gather_state(owned[name], of_matrices)
+                self.tensors_by_state[name] |= exchange.gather_state(owned[name], of_matrices)
         try:
             yield
         finally:
-            self.tensors = owned
+            self.tensors_by_state = owned
 
-    def without_state(self, matrices: Iterable[str]) -> list[str]:
-        """Return those of ``matrices`` (names) of which this rank lacks state that a rule declares, sorted."""
-        return sorted({one for one in matrices for name in self._names if one not in self.tensors.get(name, {})})
+    def without_state(self, matrix_names: Iterable[str]) -> list[str]:
+        """Return those of ``matrix_names`` of which this rank lacks state that a rule declares, sorted."""
+        lacking = {
+            m for m in matrix_names for name in self._state_names if m not in self.tensors_by_state.get(name, {})
+        }
+        return sorted(lacking)
 
     def __str__(self) -> str:
         """Return the names of the state for messages, such as "second moments"."""
-        return _in_words(self._names)
+        return _in_words(self._state_names)
 
     def save(self, groups: Sequence[dict[str, Any]]) -> None:
         """Store the state of all matrices in the first Muon group of ``groups``; nothing if no rule has state.
@@ -436,13 +442,13 @@ class OwnerState:
         :meth:`whole` if several ranks own matrices.
         """
         if missing := self.without_state(
-            one for _, shapes in self._shapes for names in shapes.values() for one in names
+            one for _, shapes in self._state_shapes for names in shapes.values() for one in names
         ):
             raise RuntimeError(
                 f"state_dict: this rank lacks the {self} of {len(missing)} matrices, which other ranks hold; save with "
                 "engine.save_checkpoint, or call optimizer.state_dict on all ranks within optimizer.whole_state()"
             )
-        for name, of_matrices in self.tensors.items():
+        for name, of_matrices in self.tensors_by_state.items():
             if of_matrices:
                 # Every rank's file has all of them, so that a resumed run may have other owners.
                 next(group for group in groups if group["use_muon"])[name] = dict(of_matrices)
@@ -455,12 +461,12 @@ class OwnerState:
             is_logging: whether to warn if only one of the saved run and this run uses a rule.
             not_saved: names of matrices to ignore: the saved state belongs to another rank's matrix of that name.
         """
-        self.tensors = {}
+        self.tensors_by_state = {}
         for kind in RULES:
             saved = {name: _taken(groups, name, not_saved) for name in kind.STATE}
             is_used, was_used = any(isinstance(rule, kind) for rule in self._rules), any(saved.values())
             if is_used:
-                self.tensors |= saved
+                self.tensors_by_state |= saved
             if is_logging and was_used and not is_used:
                 logger.warning(
                     f"deepspeed-muon: the checkpoint was saved with {kind.KEY}, but this run's config does not set it, "

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.config.schema import MuonConfig
-from deepspeed.muon.exchange.bucket import Bucket, GridCopy, ShardRun, Span
+from deepspeed.muon.exchange.bucket import Bucket, GridCopy, Scale, ShardRun, Span
 from deepspeed.muon.exchange.consensus import Agreed, short_hash
 from deepspeed.muon.exchange.partition import Partition
 from deepspeed.muon.exchange.plan import Plan, cost_model, plan_partition, without_collector
@@ -57,26 +57,26 @@ class _Probes(NamedTuple):
     """The elements of one tensor's gradient that :class:`GradientProbe` tests.
 
     ``tensor``: the tensor's index in the partition. The other fields have one item for each matrix of which the tensor
-    holds elements, in the order of the elements. ``runs``: the parts of the matrix in the tensor. ``numbers``,
-    ``matrices``: index of the matrix in the partition, as integers and as an int64 tensor. ``positions``: indices in
-    the tensor of the :data:`PROBES` elements to test first. ``indices``: lengths of the gradient's pieces -> for each
-    piece, the positions in it, int64 ``[matrices, PROBES]``.
+    holds elements, in the order of the elements. ``runs_of_matrices``: the parts of the matrix in the tensor.
+    ``numbers``, ``matrices``: index of the matrix in the partition, as integers and as an int64 tensor.
+    ``positions``: indices in the tensor of the :data:`PROBES` elements to test first. ``indices``: lengths of the
+    gradient's pieces -> for each piece, the positions in it, int64 ``[matrices, PROBES]``.
     """
 
     tensor: int
-    runs: list[list[ShardRun]]
+    runs_of_matrices: list[list[ShardRun]]
     numbers: list[int]
     matrices: Tensor
     positions: list[list[int]]
     indices: dict[tuple[int, ...], list[Tensor]]
 
-    def sampled(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return the elements to test first, ``[matrices, PROBES]``; ``pieces``: the gradient, in 1-D pieces."""
-        lengths = tuple(piece.numel() for piece in pieces)
+    def sampled(self, gradient: Sequence[Tensor]) -> Tensor:
+        """Return the elements to test first, ``[matrices, PROBES]``; ``gradient``: the tensor's, in 1-D pieces."""
+        lengths = tuple(piece.numel() for piece in gradient)
         if lengths not in self.indices:
             self.indices[lengths] = self._indices(lengths)
-        found = zip(pieces, self.indices[lengths], strict=True)
-        return torch.cat([piece[index] for piece, index in found if index.numel()])
+        pairs = zip(gradient, self.indices[lengths], strict=True)
+        return torch.cat([piece[index] for piece, index in pairs if index.numel()])
 
     def _indices(self, lengths: Sequence[int]) -> list[Tensor]:
         result, start = [], 0
@@ -101,16 +101,17 @@ class GradientProbe:
         #: Names of all matrices; the same order on all ranks.
         self.names = [item.name for item in partition.blocks]
         index = {name: number for number, name in enumerate(self.names)}
-        runs: dict[int, dict[int, list[ShardRun]]] = defaultdict(lambda: defaultdict(list))
+        runs_by_tensor: dict[int, dict[int, list[ShardRun]]] = defaultdict(lambda: defaultdict(list))
         for bucket in plan.buckets:
             for run in bucket.runs:
-                runs[run.tensor][index[run.matrix]].append(run)
+                runs_by_tensor[run.tensor][index[run.matrix]].append(run)
         self._probes = []
-        for tensor, of_tensor in runs.items():
+        for tensor, of_tensor in runs_by_tensor.items():
             in_order = dict(sorted(of_tensor.items(), key=lambda pair: pair[1][0].copy.start))
-            numbers, parts = list(in_order), list(in_order.values())
+            numbers, runs_of_matrices = list(in_order), list(in_order.values())
             matrices = torch.tensor(numbers, dtype=torch.int64, device=partition.tensors[tensor].device)
-            self._probes.append(_Probes(tensor, parts, numbers, matrices, [*map(_spread, parts)], {}))
+            positions = [*map(_spread, runs_of_matrices)]
+            self._probes.append(_Probes(tensor, runs_of_matrices, numbers, matrices, positions, {}))
 
     def sampled(self, gradients: Gradients) -> Tensor:
         """Return int32 ``[matrices]``: 1 where a sample of the matrix's gradient is not zero on some rank, otherwise 0.
@@ -119,22 +120,22 @@ class GradientProbe:
         """
         present = torch.zeros(len(self.names), dtype=torch.int32, device=self._device)
         for probes in self._probes:
-            if pieces := _joined(gradients[probes.tensor]):
-                present[probes.matrices] = probes.sampled(pieces).ne(0).any(dim=1).to(torch.int32)
+            if gradient := _joined(gradients[probes.tensor]):
+                present[probes.matrices] = probes.sampled(gradient).ne(0).any(dim=1).to(torch.int32)
         return self._of_all_ranks(present)
 
-    def read(self, gradients: Gradients, matrices: Sequence[int]) -> Tensor:
-        """Return int32, one item for each of ``matrices``: 1 where its gradient is not zero on some rank, otherwise 0.
+    def read(self, gradients: Gradients, numbers: Sequence[int]) -> Tensor:
+        """Return int32, one item for each of ``numbers``: 1 where its gradient is not zero on some rank, otherwise 0.
 
-        ``matrices``: indices of matrices, equal on all ranks. Their gradients are read as a whole.
+        ``numbers``: indices of matrices, equal on all ranks. Their gradients are read as a whole.
         """
-        present = torch.zeros(len(matrices), dtype=torch.int32, device=self._device)
-        places = {number: place for place, number in enumerate(matrices)}
+        present = torch.zeros(len(numbers), dtype=torch.int32, device=self._device)
+        places = {number: place for place, number in enumerate(numbers)}
         for probes in self._probes:
-            pieces = _joined(gradients[probes.tensor])
-            for number, runs in zip(probes.numbers, probes.runs, strict=True):
-                if pieces and number in places:
-                    present[places[number]] = torch.stack([_of_run(pieces, run.copy).any() for run in runs]).any()
+            gradient = _joined(gradients[probes.tensor])
+            for number, runs in zip(probes.numbers, probes.runs_of_matrices, strict=True):
+                if gradient and number in places:
+                    present[places[number]] = torch.stack([_of_run(gradient, run.copy).any() for run in runs]).any()
         return self._of_all_ranks(present)
 
     def _of_all_ranks(self, present: Tensor) -> Tensor:
@@ -145,7 +146,9 @@ class GradientProbe:
 
 
 def without_gradient(
-    probes: Sequence[GradientProbe], gradients: Sequence[Gradients], read: Callable[[Tensor], list[int]]
+    probes: Sequence[GradientProbe],
+    gradients_of_partitions: Sequence[Gradients],
+    read_flags: Callable[[Tensor], list[int]],
 ) -> list[frozenset[str]]:
     """Return for each partition the names of its matrices whose gradient is zero on all ranks; a collective.
 
@@ -153,14 +156,14 @@ def without_gradient(
 
     Args:
         probes: those of the partitions.
-        gradients: the gradients of each partition.
-        read: function that returns the elements of an int32 tensor, which waits for the device.
+        gradients_of_partitions: the gradients of each partition.
+        read_flags: function that returns the elements of an int32 tensor, which waits for the device.
     """
     if not probes:
         return []
-    pairs = list(zip(probes, gradients, strict=True))
+    pairs = list(zip(probes, gradients_of_partitions, strict=True))
     # A gradient that is not zero is hardly ever zero at all sampled positions, so most steps read no more of it.
-    flags = iter(read(torch.cat([probe.sampled(of_part) for probe, of_part in pairs])))
+    flags = iter(read_flags(torch.cat([probe.sampled(of_part) for probe, of_part in pairs])))
     # Equal on all ranks, so all of them read on, or none.
     unsure = [[number for number in range(len(probe.names)) if not next(flags)] for probe in probes]
     if not any(unsure):
@@ -173,26 +176,26 @@ def without_gradient(
     ]
 
 
-def _joined(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Return the elements of ``pieces``, in order, as few 1-D tensors: neighbours in memory become one."""
-    result: list[Tensor] = []
-    for piece in (piece.reshape(-1) for piece in pieces if piece.numel()):
-        last = result[-1] if result else piece
+def _joined(gradient: Sequence[Tensor]) -> list[Tensor]:
+    """Return a gradient's elements, in order, as few 1-D tensors: pieces that are neighbours in memory become one."""
+    joined: list[Tensor] = []
+    for piece in (piece.reshape(-1) for piece in gradient if piece.numel()):
+        last = joined[-1] if joined else piece
         is_next = last.storage_offset() + last.numel() == piece.storage_offset() and last.dtype == piece.dtype
         if is_next and last.untyped_storage()._cdata == piece.untyped_storage()._cdata:
-            result[-1] = torch.as_strided(last, (last.numel() + piece.numel(),), (1,))
+            joined[-1] = torch.as_strided(last, (last.numel() + piece.numel(),), (1,))
         else:
-            result.append(piece)
-    return result
+            joined.append(piece)
+    return joined
 
 
-def _of_run(pieces: Sequence[Tensor], copy: GridCopy) -> Tensor:
-    """Return the elements that ``copy`` selects from a tensor which ``pieces`` make up, as a view of one of them."""
+def _of_run(gradient: Sequence[Tensor], copy: GridCopy) -> Tensor:
+    """Return the elements of a gradient, given in pieces, that ``copy`` selects, as a view of one of them."""
     number = 0
-    while copy.start >= pieces[number].numel():
-        copy = copy._replace(start=copy.start - pieces[number].numel())
+    while copy.start >= gradient[number].numel():
+        copy = copy._replace(start=copy.start - gradient[number].numel())
         number += 1
-    return grid_view(pieces[number], copy)
+    return grid_view(gradient[number], copy)
 
 
 def _spread(runs: Sequence[ShardRun]) -> list[int]:
@@ -240,7 +243,7 @@ class Call(NamedTuple):
     """Some runs of one :class:`Bucket` that are updated together. A run is a part of a matrix on this rank.
 
     Args:
-        runs: indices of the :class:`ShardRun` objects in the bucket.
+        run_indices: indices of the :class:`ShardRun` objects in the bucket.
         tensor: index, in the parameter group, of the tensor that holds all these runs.
         in_place: whether the runs are in the buffer of the bucket's matrices; otherwise in the send buffer.
         scale: factor by which the update of the runs is multiplied.
@@ -249,7 +252,7 @@ class Call(NamedTuple):
             kernel.
     """
 
-    runs: tuple[int, ...]
+    run_indices: tuple[int, ...]
     tensor: int
     in_place: bool
     scale: float
@@ -282,21 +285,21 @@ class StepValues:
 
     Args:
         group: the parameter group, with its tensors and this step's learning rate, momentum and weight decay.
-        states: tensor -> its optimizer state.
+        state_of: tensor -> its optimizer state.
         without_gradient: names of the matrices whose gradient is zero on all ranks; the step leaves them alone.
         phase: function of a phase's name, such as ``prepare``, that returns a context manager for the phase to run in.
         stats: measures the step for the monitor; ``None``: nothing is measured.
     """
 
     group: dict[str, Any]
-    states: Mapping[Tensor, State]
+    state_of: Mapping[Tensor, State]
     without_gradient: frozenset[str]
     phase: Phase
     stats: StepStats | None
     #: Memory of each slot, for one bucket at a time.
-    memory: list[Tensor] = field(default_factory=list)
+    memory_of_slots: list[Tensor] = field(default_factory=list)
     #: Number of a bucket -> its buffers, while it is in memory.
-    buffers: dict[int, BucketBuffers] = field(default_factory=dict)
+    open_buckets: dict[int, BucketBuffers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tensors: list[Tensor] = self.group["params"]
@@ -314,10 +317,10 @@ class PartitionStep:
         kernels: the kernels of every operation; equal on all ranks.
         multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: one launch per span.
         scale: function of a matrix's (rows, columns) that returns the factor of its update.
-        settings: a text of all settings that the bits of the results depend on, for :attr:`digest`.
+        settings_text: a text of all settings that the bits of the results depend on, for :attr:`digest`.
         sharers: number of ranks that share the parameters or hold copies of them; statistics are divided by it.
         copies: number of ranks that each hold all of the partition's elements; 1 if ranks hold parts of them.
-        blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
+        momentum_blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         owner_state: the state that the update rules keep, of all partitions.
     """
 
@@ -328,11 +331,11 @@ class PartitionStep:
     newton_schulz: NewtonSchulz
     kernels: KernelSet
     multi_run_kernels: RunKernels | None
-    scale: Callable[[int, int], float]
-    settings: str
+    scale: Scale
+    settings_text: str
     sharers: int
     copies: int
-    blocks: Mapping[Tensor, Blocks]
+    momentum_blocks: Mapping[Tensor, Blocks]
     owner_state: OwnerState
 
     def __post_init__(self) -> None:
@@ -370,13 +373,13 @@ class PartitionStep:
         Ranks that share the partition must have equal hashes.
         """
         how = self.newton_schulz.dtype, self.exchange.device.type
-        facts = self.plan.of_all.digest, self.slots, name_of(self.exchange.dtype), how, self.settings
+        facts = self.plan.of_all.digest, self.slots, name_of(self.exchange.dtype), how, self.settings_text
         return short_hash(repr(facts))
 
     @cached_property
     def calls(self) -> list[list[Call]]:
         """Return a list of :class:`Call` objects for each bucket of the plan: which runs are updated together."""
-        return [[self._call(bucket, runs) for runs in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
+        return [[self._call(bucket, group) for group in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
 
     def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> Call:
         first, tiles = bucket.runs[indices[0]], None
@@ -402,7 +405,7 @@ class PartitionStep:
         """
         # The order of the collectives follows from the number of buckets and of slots, which are equal on all ranks.
         lag, is_tight = int(self.slots > 1), self.slots == 2
-        now.memory = self.exchange.allocate(self.plan, self.slots)
+        now.memory_of_slots = self.exchange.allocate(self.plan, self.slots)
         for turn in range(len(self.plan.buckets) + 2 * lag):
             if is_tight:  # the next bucket takes this one's memory
                 self._finish(now, turn - 2 * lag)
@@ -415,7 +418,7 @@ class PartitionStep:
         """Prepare bucket ``number`` and start to send it to the owners; ignore a number without a bucket."""
         if number < len(self.plan.buckets):
             slot = number % self.slots
-            now.buffers[number] = buffers = self.exchange.open(self.plan, number, now.memory[slot], slot)
+            now.open_buckets[number] = buffers = self.exchange.open(self.plan, number, now.memory_of_slots[slot], slot)
             with now.phase("prepare"):
                 self._prepare(now, buffers)
             self.exchange.send(buffers)
@@ -423,7 +426,7 @@ class PartitionStep:
     def _turn_around(self, now: StepValues, number: int) -> None:
         """Orthogonalize bucket ``number`` once it has arrived, and start to send the results back."""
         if 0 <= number < len(self.plan.buckets):
-            buffers = now.buffers[number]
+            buffers = now.open_buckets[number]
             with now.phase("exchange"):
                 self.exchange.wait(buffers)
             with now.phase("newton_schulz"):
@@ -433,7 +436,7 @@ class PartitionStep:
     def _finish(self, now: StepValues, number: int) -> None:
         """Update the weights of bucket ``number`` once its results have arrived, and release the bucket."""
         if 0 <= number < len(self.plan.buckets):
-            buffers = now.buffers.pop(number)
+            buffers = now.open_buckets.pop(number)
             with now.phase("exchange"):
                 self.exchange.wait_back(buffers)
             with now.phase("apply"):
@@ -451,15 +454,15 @@ class PartitionStep:
             tensor = now.tensors[call.tensor]
             if tensor.grad is None:
                 # The plan is fixed and sends every run, so a parameter without a gradient is sent as zeros.
-                for index in call.runs:
+                for index in call.run_indices:
                     buffers.slice_of(index).zero_()
                 continue
-            grad, average = tensor.grad.contiguous(), now.states[tensor].get(MOMENTUM)
+            grad, average = tensor.grad.contiguous(), now.state_of[tensor].get(MOMENTUM)
             if average is not None and self._is_one_pass(now, call, buffers.bucket, average):
                 targets = buffers.shard_side_buffer(call.in_place)
                 self._advance_spans(now, call, average.view(-1), grad.view(-1), targets)
                 continue
-            for index in call.runs:
+            for index in call.run_indices:
                 run = buffers.bucket.runs[index]
                 if run.matrix in now.without_gradient:  # Newton-Schulz maps zero to zero
                     buffers.slice_of(index).zero_()
@@ -483,7 +486,7 @@ class PartitionStep:
 
         ``tensor``, ``grad``: the tensor that contains the run, and its gradient.
         """
-        state, beta, nesterov = now.states[tensor], now.beta, now.nesterov
+        state, beta, nesterov = now.state_of[tensor], now.beta, now.nesterov
         stored = state[CODES] if self._is_int8 else state[MOMENTUM]
         gradient = copy_from_grid(grad, run.copy, self._work, "gradient")
         average = copy_from_grid(stored, run.copy, self._work, "momentum")
@@ -491,7 +494,7 @@ class PartitionStep:
         name, first = run.draws
         key = key_of(name, int(state["step"]))
         if self._is_int8:
-            absmax = self.blocks[tensor].absmax(state, run.copy.start)
+            absmax = self.momentum_blocks[tensor].absmax(state, run.copy.start)
             self.kernels.advance_codes(average, absmax, gradient, target, beta, nesterov, key, first, self._work)
         elif average.dtype == torch.bfloat16:
             self.kernels.advance_rounded(average, gradient, target, beta, nesterov, key, first, self._work)
@@ -542,7 +545,7 @@ class PartitionStep:
                 continue
             for run, update in self._present_runs(now, call, buffers):
                 weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
-                for part, wide in self._in_fp32(weights, run, step=int(now.states[tensor]["step"])):
+                for part, wide in self._in_fp32(weights, run, int(now.state_of[tensor]["step"])):
                     self._subtract(now, call, wide, update[part])
                 copy_to_grid(weights, tensor, run.copy)
 
@@ -562,19 +565,21 @@ class PartitionStep:
         cautious = self.config.cautious_weight_decay
         self.kernels.apply_(weights, update, now.lr, call.scale, now.decay, cautious, self._work)
 
-    def _in_fp32(self, weights: Tensor, run: ShardRun, step: int) -> Iterator[tuple[slice, Tensor]]:
+    def _in_fp32(self, weights: Tensor, run: ShardRun, step_number: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice, ``weights[slice]``) pairs that cover the 1-D ``weights``, for the caller to update in place.
 
         bf16 weights are yielded as fp32 copies and then rounded back stochastically. Rounding to nearest would lose
-        updates below 2^-9 of a weight. ``run``, ``step``: seed the rounding; ``run`` says which part of a matrix
-        ``weights`` is.
+        updates below 2^-9 of a weight. ``run``, ``step_number``: seed the rounding; ``run`` says which part of a
+        matrix ``weights`` is.
         """
         if weights.dtype != torch.bfloat16:
             yield slice(None), weights
             return
         # " weight" draws other numbers than the momentum does: equal ones would give both errors the same sign.
         name, first = run.draws
-        for part, (wide,) in in_fp32([weights], [key_of(f"{name} weight", step)], first, self.kernels, self._work):
+        for part, (wide,) in in_fp32(
+            [weights], [key_of(f"{name} weight", step_number)], first, self.kernels, self._work
+        ):
             yield part, wide
 
     # ---- runs of a call -----------------------------------------------------------------------------------
@@ -589,11 +594,11 @@ class PartitionStep:
         if not call.spans or tensor.dtype == torch.bfloat16:
             return False
         without = now.without_gradient
-        return not without or not any(bucket.runs[index].matrix in without for index in call.runs)
+        return not without or not any(bucket.runs[index].matrix in without for index in call.run_indices)
 
     def _present_runs(self, now: StepValues, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
         """Yield (run, its 1-D slice of the buffers) for each :class:`ShardRun` of ``call`` that has a gradient."""
-        for index in call.runs:
+        for index in call.run_indices:
             run = buffers.bucket.runs[index]
             if run.matrix not in now.without_gradient:
                 yield run, buffers.slice_of(index)
@@ -631,9 +636,9 @@ class StepContext:
             the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
         is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
             ``None``: the optimizer checks them by itself, because they are equal on all ranks.
-        read: function that returns the elements of an int32 tensor on the device; it may read more with them.
-        gradients: function of a partition that the current call of ``step`` does not update. It returns the consecutive
-            pieces of its flat gradient, or ``None`` if they are not in memory.
+        read_flags: function that returns the elements of an int32 tensor on the device; it may read more with them.
+        gradients_of: function of a partition that the current call of ``step`` does not update. It returns the
+            consecutive pieces of its flat gradient, or ``None`` if they are not in memory.
     """
 
     is_logging: bool = True
@@ -645,8 +650,8 @@ class StepContext:
     muon_of_all_stages: dict[str, str] | None = None
     is_stepped_in_parts: bool = False
     is_finite: Callable[[], Agreed] | None = None
-    read: Callable[[Tensor], list[int]] = Tensor.tolist
-    gradients: Callable[[Partition], Sequence[Tensor] | None] = lambda partition: None
+    read_flags: Callable[[Tensor], list[int]] = Tensor.tolist
+    gradients_of: Callable[[Partition], Sequence[Tensor] | None] = lambda partition: None
 
 
 @without_collector()
@@ -654,12 +659,12 @@ def bind_partition(
     partition: Partition,
     group: Mapping[str, Any],
     *,
-    settings: str,
+    settings_text: str,
     config: MuonConfig,
     dtype: str,
     context: StepContext,
     exchange: Exchange,
-    blocks: Mapping[Tensor, Blocks],
+    momentum_blocks: Mapping[Tensor, Blocks],
     owner_state: OwnerState,
 ) -> PartitionStep:
     """Plan the step of one :class:`Partition`. Return the :class:`PartitionStep` that carries it out.
@@ -667,10 +672,10 @@ def bind_partition(
     Args:
         partition: Muon parameters of one parameter group, and how ranks share them.
         group: the partition's parameter group.
-        settings: a text of all of the group's settings that decide bits.
+        settings_text: a text of all of the group's settings that decide bits.
         dtype: dtype of the matrix products of Newton-Schulz, a key of :data:`DTYPES`.
         exchange: communication among the ranks of the partition.
-        blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
+        momentum_blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         owner_state: the state that the update rules keep, of all partitions.
     """
     newton_schulz = _newton_schulz(group, config, dtype, exchange.device.type)
@@ -692,21 +697,21 @@ def bind_partition(
         kernels=context.kernels,
         multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
         scale=_scale(group, config),
-        settings=settings,
+        settings_text=settings_text,
         sharers=sharers,
         copies=sharers if is_replicated else 1,
-        blocks=blocks,
+        momentum_blocks=momentum_blocks,
         owner_state=owner_state,
     )
 
 
-def with_settings(step: PartitionStep, group: Mapping[str, Any], settings: str) -> PartitionStep:
-    """Return the same planned step with the settings of ``group``, after a load; ``settings``: their text."""
+def with_settings(step: PartitionStep, group: Mapping[str, Any], settings_text: str) -> PartitionStep:
+    """Return the same planned step with the settings of ``group``, after a load."""
     return replace(
         step,
         newton_schulz=_newton_schulz(group, step.config, step.newton_schulz.dtype, step.exchange.device.type),
         scale=_scale(group, step.config),
-        settings=settings,
+        settings_text=settings_text,
     )
 
 
@@ -716,5 +721,5 @@ def _newton_schulz(group: Mapping[str, Any], config: MuonConfig, dtype: str, dev
     return NewtonSchulz(schedule=config.schedule, dtype=dtype, method=method)
 
 
-def _scale(group: Mapping[str, Any], config: MuonConfig) -> Callable[[int, int], float]:
+def _scale(group: Mapping[str, Any], config: MuonConfig) -> Scale:
     return cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale))

@@ -57,18 +57,18 @@ def allowed(field: FieldInfo) -> str:
     return next((note for note in notes if isinstance(note, str)), "") or _join(kinds)
 
 
-def expected(item: Mapping[str, Any], value: Any, values: str = "") -> str:
+def expected(item: Mapping[str, Any], value: Any, allowed_values: str = "") -> str:
     """Return "expected <values>", with the most similar choice if ``value`` is a misspelt one.
 
-    ``item``: an entry of ``pydantic.ValidationError.errors()``. ``values``: a text that names the allowed values; if
-    it is empty, the choices in pydantic's message are used.
+    ``item``: an entry of ``pydantic.ValidationError.errors()``. ``allowed_values``: a text that names them; if it is
+    empty, the choices in pydantic's message are used.
     """
     words = re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))
     choices = [word for word in dict.fromkeys(words) if word != "or"]
-    if not (values or choices):
+    if not (allowed_values or choices):
         return own_words(item)
     hint = did_you_mean(value, choices, "", quote="'") if isinstance(value, str) else ""
-    return f"expected {values or _join(choices)}" + (f"; {hint}" if hint else "")
+    return f"expected {allowed_values or _join(choices)}" + (f"; {hint}" if hint else "")
 
 
 def own_words(item: Mapping[str, Any]) -> str:
@@ -115,15 +115,15 @@ def _wrong_value(item: Mapping[str, Any], value: Any, key: str, field: FieldInfo
     if value == "auto" and key in FILLED_BY:
         return f"only {FILLED_BY[key]} can fill in this 'auto'; write a value or remove the key"
     section = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
-    values, part = allowed(field), ""
+    allowed_values, part = allowed(field), ""
     if section and inner:
         if inner[0] not in section.model_fields:
             return unknown_inside(inner[0], section.model_fields)
         value, part = value[inner[0]], f"{inner[0]}: "
-        values = f"{allowed(section.model_fields[inner[0]])}, not {value!r}"
+        allowed_values = f"{allowed(section.model_fields[inner[0]])}, not {value!r}"
     elif len(inner) == 1 and isinstance(value, Mapping):
         part = f"{str(inner[0])!r}: "
-    return part + (own_words(item) if item["type"] == "value_error" else expected(item, value, values))
+    return part + (own_words(item) if item["type"] == "value_error" else expected(item, value, allowed_values))
 
 
 def _join(choices: Sequence[Any]) -> str:

@@ -85,12 +85,12 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else _as_sequence(value)
 
 
-def _compiles(value: str) -> str:
+def _compiles(pattern: str) -> str:
     try:
-        re.compile(value)
+        re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
-    return value
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern
 
 
 def _as_cut(value: Any) -> Cut:
@@ -180,13 +180,13 @@ def is_harmless(key: str, value: Any) -> bool:
 
 
 class Preset(NamedTuple):
-    """A published recipe: ``values`` for keys of ``optimizer.params``.
+    """A published recipe.
 
-    ``source``: the publication and its date. ``routers``: what it does with the routers of experts. ``left_out``: how
-    else a run with these values differs from it.
+    ``settings``: keys of ``optimizer.params`` and their values. ``source``: the publication and its date. ``routers``:
+    what it does with the routers of experts. ``left_out``: how else a run with these settings differs from it.
     """
 
-    values: dict[str, Any]
+    settings: dict[str, Any]
     source: str
     routers: str
     left_out: str = ""
@@ -241,7 +241,7 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
     if preset is None:
         return dict(params)
     superseded = {key for general in params for key in _SUPERSEDED.get(general, ())}
-    return {key: value for key, value in preset.values.items() if key not in superseded} | dict(params)
+    return {key: value for key, value in preset.settings.items() if key not in superseded} | dict(params)
 
 
 @contextmanager
@@ -410,7 +410,7 @@ class MuonConfig(BaseModel):
         """Return {key: value} for the preset's settings that the user has not overridden; empty without a preset."""
         if self.preset == "none":
             return {}
-        values = PRESETS[self.preset].values
+        values = PRESETS[self.preset].settings
         published = MuonConfig(**values)
         return {key: value for key, value in values.items() if getattr(self, key) == getattr(published, key)}
 
@@ -470,22 +470,22 @@ class MuonConfig(BaseModel):
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 
-    def for_group(self, own: Mapping[str, Any], where: str) -> MuonConfig:
-        """Return the settings of a parameter group: this config, overridden by ``own``, the group's keys and values.
+    def for_group(self, overrides: Mapping[str, Any], where: str) -> MuonConfig:
+        """Return the settings of a parameter group: this config with the group's keys and values, ``overrides``.
 
         ``where``: prefix of error messages, which names the group.
 
         Raises:
             MuonConfigError: a key that is not in :data:`GROUP_KEYS`, or a wrong value.
         """
-        own = {key: value for key, value in own.items() if value is not None}
-        replaced = {key for general in own for key in REPLACES.get(general, ())} - own.keys()
-        base = {key: getattr(self, key) for key in self.model_fields_set - replaced}
-        if self.sets_learning_rate and "adjust_lr_fn" not in own:
-            base["adjust_lr_fn"] = self.scale
-        base.pop("rms_scale", None)  # one value for all groups
-        base.pop("preset", None)  # its values are among the others
-        return parse(own, where, base)
+        overrides = {key: value for key, value in overrides.items() if value is not None}
+        replaced = {key for general in overrides for key in REPLACES.get(general, ())} - overrides.keys()
+        inherited = {key: getattr(self, key) for key in self.model_fields_set - replaced}
+        if self.sets_learning_rate and "adjust_lr_fn" not in overrides:
+            inherited["adjust_lr_fn"] = self.scale
+        inherited.pop("rms_scale", None)  # one value for all groups
+        inherited.pop("preset", None)  # its values are among the others
+        return parse(overrides, where, inherited)
 
     def muon_group(self) -> dict[str, Any]:
         """Return the settings to store in a parameter group that Muon updates."""
@@ -516,20 +516,20 @@ class MuonConfig(BaseModel):
         ]
 
 
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)
+def _first(*candidates: Any) -> Any:
+    return next(value for value in candidates if value is not None)
 
 
 def parse(
-    params: Mapping[str, Any] | None, where: str = "optimizer.params.", base: Mapping[str, Any] | None = None
+    params: Mapping[str, Any] | None, where: str = "optimizer.params.", inherited: Mapping[str, Any] | None = None
 ) -> MuonConfig:
     """Check ``optimizer.params``, fill in the values of its preset, and return the config.
 
     Args:
         params: {key: value}. Keys set to null and AdamW's keys without effect (:func:`is_harmless`) are ignored.
         where: prefix of keys in error messages.
-        base: the config's own settings, if ``params`` are the overrides of one parameter group. ``params`` may then
-            have only keys in :data:`GROUP_KEYS`.
+        inherited: the config's own settings, if ``params`` are the overrides of one parameter group. ``params`` may
+            then have only keys in :data:`GROUP_KEYS`.
 
     Raises:
         MuonConfigError: lists each wrong key, its value and what is allowed; for an unknown key, the most similar one.
@@ -539,10 +539,10 @@ def parse(
         for key, value in filled_in(params or {}).items()
         if value is not None and not is_harmless(key, value)
     }
-    known = tuple(MuonConfig.model_fields) if base is None else GROUP_KEYS
+    known = tuple(MuonConfig.model_fields) if inherited is None else GROUP_KEYS
     errors: list[dict[str, Any]] = [{"loc": (key,)} for key in written if key not in known]
     try:
-        config = MuonConfig(**dict(base or {}) | {key: value for key, value in written.items() if key in known})
+        config = MuonConfig(**dict(inherited or {}) | {key: value for key, value in written.items() if key in known})
     except ValidationError as error:
         errors += [dict(item) for item in error.errors()]
     if errors:

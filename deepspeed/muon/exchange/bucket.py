@@ -25,13 +25,13 @@ Part = TypeVar("Part")
 class Segment(NamedTuple):
     """One copy of adjacent elements between a :class:`Bucket`'s host memory and the accelerator, under CPU offload.
 
-    ``host``: index of the first element in the bucket's host memory. ``device``: its index on the accelerator, in the
-    bucket's send buffer or, if ``in_place``, in the flat tensor of the matrices that this rank owns. ``numel``: number
-    of elements.
+    ``host_start``: index of the first element in the bucket's host memory. ``device_start``: its index on the
+    accelerator, in the bucket's send buffer or, if ``in_place``, in the flat tensor of the matrices that this rank
+    owns. ``numel``: number of elements.
     """
 
-    host: int
-    device: int
+    host_start: int
+    device_start: int
     numel: int
     in_place: bool
 
@@ -180,7 +180,7 @@ class Bucket:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Return the bucket's copies between host memory and accelerator (CPU offload), sorted by ``Segment.host``."""
+        """Return the bucket's copies between host memory and accelerator (CPU offload), sorted by ``host_start``."""
         places = sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0))
         parts = (Segment(host, run.copy.at, run.copy.numel, run.in_place) for host, run in places)
         return tuple(_merged(parts, _continued))
@@ -192,21 +192,21 @@ class Bucket:
         group by itself. The others share a group if they have the same ``tensor``, ``in_place`` and scale.
         ``scale``: (rows, columns) of a matrix -> the factor that multiplies its update.
         """
-        groups: dict[tuple, list[int]] = {}
+        indices_of_groups: dict[tuple, list[int]] = {}
         for index, run in enumerate(self.runs):
             alike = (run.tensor, run.in_place, scale(*run.shape)) if run.copy.rows == 1 else (index,)
-            groups.setdefault(alike, []).append(index)
-        return [tuple(group) for group in groups.values()]
+            indices_of_groups.setdefault(alike, []).append(index)
+        return [tuple(group) for group in indices_of_groups.values()]
 
-    def spans(self, runs: Iterable[int], staged: bool) -> list[Span]:
+    def spans(self, indices: Iterable[int], staged: bool) -> list[Span]:
         """Return the elements of one group of runs (see :meth:`run_groups`) as :class:`Span` objects.
 
         Adjacent runs share a span of at most :data:`MAX_SPAN` elements; a single run may be longer. The list is empty
-        if the group is a run of spaced rows. ``runs``: the group's indices into ``Bucket.runs``. ``staged``: whether
+        if the group is a run of spaced rows. ``indices``: the group's indices into ``Bucket.runs``. ``staged``: whether
         ``Span.at`` is an index in the bucket's host memory (CPU offload); otherwise it is one in the bucket's matrices
         or send buffer.
         """
-        copies = [(index, self.runs[index].copy) for index in runs]
+        copies = [(index, self.runs[index].copy) for index in indices]
         if any(copy.rows > 1 for _, copy in copies):
             return []
         parts = (Span(copy.start, self.host_places[i] if staged else copy.at, copy.numel) for i, copy in copies)
@@ -264,7 +264,7 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
         receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
         matrix_elements=matrices,
         # A matrix in several parts (tensor parallelism) may have columns, which even a single holder sends to itself.
-        travels=any(len(item.spread.parts) > 1 or list(item.spread.holders) != [owner] for owner, item in items),
+        travels=any(len(item.spread.rectangles) > 1 or list(item.spread.holders) != [owner] for owner, item in items),
         names=tuple(item.name for _, item in items),
     )
 
@@ -274,18 +274,18 @@ def replicated_bucket(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 
     ``items``: all (owner, matrix) pairs of the bucket, sorted by owner.
     """
-    owned: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
+    by_owner: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
     for owner, item in items:
-        owned[owner].append(item)
-    part, runs = max(sum(item.block.numel for item in own) for own in owned), []
-    for owner, own in enumerate(owned):
+        by_owner[owner].append(item)
+    part, runs = max(sum(item.block.numel for item in owned) for owned in by_owner), []
+    for owner, owned in enumerate(by_owner):
         at = owner * part
-        for item in own:
+        for item in owned:
             runs += [_run(item, piece, at + piece.at, in_place=True) for piece in item.spread.pieces(rank)]
             at += item.block.numel
     return Bucket(
         runs=tuple(runs),
-        batches=tuple(batches_of(owned[rank], start=rank * part)),
+        batches=tuple(batches_of(by_owner[rank], start=rank * part)),
         received=(),
         send_counts=(0,) * world_size,
         receive_counts=(0,) * world_size,
@@ -354,56 +354,57 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Grid
 # ---- neighbours as one --------------------------------------------------------------------------------------------
 
 
-def _merged(parts: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:
-    """Return ``parts`` with neighbours in the list merged; ``merge`` returns ``None`` for two that it cannot merge."""
-    result: list[Part] = []
-    for part in parts:
-        both = merge(result[-1], part) if result else None
-        result[-1:] = [both] if both else [*result[-1:], part]
-    return result
+def _merged(in_order: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:
+    """Return ``in_order`` with neighbours merged; ``merge`` returns ``None`` for two that it cannot merge."""
+    merged: list[Part] = []
+    for part in in_order:
+        both = merge(merged[-1], part) if merged else None
+        merged[-1:] = [both] if both else [*merged[-1:], part]
+    return merged
 
 
-def _continued(first: Segment, second: Segment) -> Segment | None:
-    is_next = (first.in_place, first.device + first.numel) == (second.in_place, second.device)
-    return first._replace(numel=first.numel + second.numel) if is_next else None
+def _continued(segment: Segment, next_segment: Segment) -> Segment | None:
+    end = segment.device_start + segment.numel
+    is_next = (segment.in_place, end) == (next_segment.in_place, next_segment.device_start)
+    return segment._replace(numel=segment.numel + next_segment.numel) if is_next else None
 
 
-def _one_span(first: Span, second: Span) -> Span | None:
+def _one_span(span: Span, next_span: Span) -> Span | None:
     # Matrices of one shape are in the order of the model, so runs that are neighbours in the shard often are here, too.
-    is_next = (first.start + first.numel, first.at + first.numel) == (second.start, second.at)
-    numel = first.numel + second.numel
-    return first._replace(numel=numel) if is_next and numel <= MAX_SPAN else None
+    is_next = (span.start + span.numel, span.at + span.numel) == (next_span.start, next_span.at)
+    numel = span.numel + next_span.numel
+    return span._replace(numel=numel) if is_next and numel <= MAX_SPAN else None
 
 
-def _adjacent(first: GridCopy, second: GridCopy) -> GridCopy | None:
+def _adjacent(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
     """Merge two copies of single rows that are adjacent in both tensors; return ``None`` for any other copies."""
-    are_rows = first.rows == second.rows == first.times == 1
-    if are_rows and (second.at, second.start) == (first.at + first.cols, first.start + first.cols):
-        cols = first.cols + second.cols
-        return GridCopy(first.at, first.start, 1, cols, cols)
+    are_rows = copy.rows == next_copy.rows == copy.times == 1
+    if are_rows and (next_copy.at, next_copy.start) == (copy.at + copy.cols, copy.start + copy.cols):
+        cols = copy.cols + next_copy.cols
+        return GridCopy(copy.at, copy.start, 1, cols, cols)
     return None
 
 
-def _joined(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return one :class:`GridCopy` that copies what ``first`` and ``second`` copy; ``None`` if impossible.
+def _joined(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
+    """Return one :class:`GridCopy` that copies what ``copy`` and ``next_copy`` copy; ``None`` if impossible.
 
-    ``second`` must follow ``first`` in the receive buffer.
+    ``next_copy`` must follow ``copy`` in the receive buffer.
     """
-    pitch = first.pitch if first.rows > 1 else second.start - first.start
-    follows = second.start == first.start + first.rows * pitch and pitch > first.cols == second.cols
-    if follows and (second.rows == 1 or second.pitch == pitch):
-        return GridCopy(first.at, first.start, first.rows + second.rows, first.cols, pitch)
-    return _adjacent(first, second)
+    pitch = copy.pitch if copy.rows > 1 else next_copy.start - copy.start
+    follows = next_copy.start == copy.start + copy.rows * pitch and pitch > copy.cols == next_copy.cols
+    if follows and (next_copy.rows == 1 or next_copy.pitch == pitch):
+        return GridCopy(copy.at, copy.start, copy.rows + next_copy.rows, copy.cols, pitch)
+    return _adjacent(copy, next_copy)
 
 
-def _repeated(first: GridCopy, second: GridCopy) -> GridCopy | None:
-    """Return one copy in place of both: ``first`` with one more repetition, or a longer row; ``None`` if impossible."""
-    at, start = second.at - first.at, second.start - first.start
-    steps = (first.at_step, first.start_step) if first.times > 1 else (at, start)
-    alike = (first.rows, first.cols, first.pitch) == (second.rows, second.cols, second.pitch)
-    both = _adjacent(first, second)
-    if both is None and alike and start > 0 and (at, start) == (first.times * steps[0], first.times * steps[1]):
-        return first._replace(times=first.times + 1, at_step=steps[0], start_step=steps[1])
+def _repeated(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
+    """Return one copy in place of both: ``copy`` with one more repetition, or a longer row; ``None`` if impossible."""
+    at, start = next_copy.at - copy.at, next_copy.start - copy.start
+    steps = (copy.at_step, copy.start_step) if copy.times > 1 else (at, start)
+    alike = (copy.rows, copy.cols, copy.pitch) == (next_copy.rows, next_copy.cols, next_copy.pitch)
+    both = _adjacent(copy, next_copy)
+    if both is None and alike and start > 0 and (at, start) == (copy.times * steps[0], copy.times * steps[1]):
+        return copy._replace(times=copy.times + 1, at_step=steps[0], start_step=steps[1])
     return both
 
 

@@ -86,12 +86,12 @@ def agreed(has_passed: bool, *, group: Any = None, is_same_on_all_ranks: bool = 
     return Agreed(not all_maxima(has_failed, group).item())
 
 
-def ranks_by_value(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """Return {value: ranks that have this value}. ``values``: the value of rank 0, of rank 1, and so on."""
-    ranks: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
+def ranks_by_value(of_ranks: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return {value: ranks that have this value}. ``of_ranks``: the value of rank 0, of rank 1, and so on."""
+    ranks_of: dict[Any, list[int]] = {}
+    for rank, value in enumerate(of_ranks):
+        ranks_of.setdefault(value, []).append(rank)
+    return ranks_of
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
@@ -104,10 +104,10 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def broadcast(value: Any, source: int = 0) -> Any:
-    """Return on every rank the ``value`` that rank ``source`` passed, which pickle must support; a collective."""
+def broadcast(value: Any, source_rank: int = 0) -> Any:
+    """Return on every rank the ``value`` that ``source_rank`` passed, which pickle must support; a collective."""
     values = [value]
-    torch.distributed.broadcast_object_list(values, src=source)
+    torch.distributed.broadcast_object_list(values, src=source_rank)
     return values[0]
 
 
@@ -119,21 +119,21 @@ def union(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for first in firsts for name in broadcast(local, first)))
 
 
-def own_group(wanted: Iterable[Sequence[int]], device: torch.device) -> Any:
+def own_group(rank_groups: Iterable[Sequence[int]], device: torch.device) -> Any:
     """Make process groups, and return the one that this rank is in. All ranks of the world must call this together.
 
-    ``wanted``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks, each of which is in one
-    of them. ``device``: device of the tensors that will be sent.
+    ``rank_groups``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks, each of which is
+    in one of them. ``device``: device of the tensors that will be sent.
     """
-    own: Any = torch.distributed.group.WORLD
+    group: Any = torch.distributed.group.WORLD
     # In one order on all ranks, members or not: if NCCL splits the world's communicator, every rank must take part.
-    for ranks in sorted({tuple(ranks) for ranks in wanted if len(ranks) < torch.distributed.get_world_size()}):
-        group = torch.distributed.new_group(list(ranks), timeout=_timeout(device))
+    for ranks in sorted({tuple(ranks) for ranks in rank_groups if len(ranks) < torch.distributed.get_world_size()}):
+        new_group = torch.distributed.new_group(list(ranks), timeout=_timeout(device))
         if torch.distributed.get_rank() in ranks:
-            own = group
+            group = new_group
             # Use it once now: some backends build a group's connections only in its first collective.
-            torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=own)
-    return own
+            torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
+    return group
 
 
 def _timeout(device: torch.device) -> timedelta | None:
@@ -209,7 +209,7 @@ def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fa
     return json.loads(store.get("verdict"))
 
 
-def _reduce_on_rank_0(store: torch.distributed.Store, ranks: range, seconds: float, reduce: Reduce) -> Facts:
+def _reduce_on_rank_0(store: torch.distributed.Store, ranks: Sequence[int], seconds: float, reduce: Reduce) -> Facts:
     """Wait on rank 0 for the facts of all ranks, and return ``reduce(all facts)``; ``{"error": text}`` if that fails.
 
     ``seconds``: time for each rank to announce that it takes part. Its facts may come later.
@@ -257,26 +257,26 @@ def _silence(ranks: list[int]) -> str:
     )
 
 
-def differences(facts: list[Facts], texts: dict[str, str], within: str = "") -> Facts:
+def differences(of_ranks: list[Facts], messages: dict[str, str], within: str = "") -> Facts:
     """Compare facts between ranks. Return ``{"error": text}`` that names ranks which differ; ``{}`` if all are equal.
 
     Args:
-        facts: the facts of each rank, in the order of ranks.
-        texts: {key of a fact to compare: error text}. In the text, ``{ranks}`` is replaced by the ranks that differ,
+        of_ranks: the facts of each rank, in the order of ranks.
+        messages: {key of a fact to compare: error text}. In the text, ``{ranks}`` is replaced by the ranks that differ,
             and ``{first}`` by the rank from which they differ. A text without ``{ranks}`` only names the fact, such as
             "the version"; the error is then "the version differs: rank 0 has 1, ranks [1] have [2]".
         within: key of a fact. Only ranks with the same value of this fact are compared with one another. By default all
             ranks are compared.
     """
-    teams = ranks_by_value(stated.get(within) for stated in facts).values()
-    for key, text in texts.items():
+    teams = ranks_by_value(stated.get(within) for stated in of_ranks).values()
+    for key, text in messages.items():
         for first, *others in teams:
-            if differing := [rank for rank in others if facts[rank][key] != facts[first][key]]:
+            if differing := [rank for rank in others if of_ranks[rank][key] != of_ranks[first][key]]:
                 if "{ranks}" in text:
                     return {"error": text.format(ranks=differing, first=first)}
-                values = [facts[rank][key] for rank in differing[:4]]
+                values = [of_ranks[rank][key] for rank in differing[:4]]
                 return {
-                    "error": f"{text} differs: rank {first} has {facts[first][key]}, ranks {differing} have {values}"
+                    "error": f"{text} differs: rank {first} has {of_ranks[first][key]}, ranks {differing} have {values}"
                 }
     return {}
 
@@ -305,12 +305,12 @@ def with_type(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _join_messages(texts: list[str | None]) -> str:
+def _join_messages(messages: list[str | None]) -> str:
     """Join the ranks' error messages, such as ``rank 0: disk full; ranks 1, 2: no such file``.
 
-    ``texts``: each rank's message; ``None`` for a rank without an error. If all ranks have the same message, return it.
+    ``messages``: that of each rank; ``None`` without an error. If all ranks have the same message, return it.
     """
-    if len(set(texts)) == 1:
-        return str(texts[0])
-    found = [(text, ranks) for text, ranks in ranks_by_value(texts).items() if text is not None]
+    if len(set(messages)) == 1:
+        return str(messages[0])
+    found = [(text, ranks) for text, ranks in ranks_by_value(messages).items() if text is not None]
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {str(ranks).strip('[]')}: {text}" for text, ranks in found)

@@ -96,31 +96,31 @@ class Peak(NamedTuple):
 class PartitionDemand:
     """What decides one rank's scratch memory for one parameter group (or sub-group of ZeRO stage 3).
 
-    ``buckets``: the :class:`Demand` of each bucket. ``slots``: how many of them are in memory at a time. ``method``:
+    ``demands``: the :class:`Demand` of each bucket. ``slots``: how many of them are in memory at a time. ``method``:
     (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
     """
 
-    buckets: Sequence[Demand]
+    demands: Sequence[Demand]
     slots: int
     method: Callable[[int, int], str]
 
 
-def peak(parts: Iterable[PartitionDemand], memory: Memory) -> Peak:
+def peak(partitions: Iterable[PartitionDemand], memory: Memory) -> Peak:
     """Return the peak of a step's scratch memory on one rank.
 
-    ``parts``: one object for each parameter group, or sub-group of ZeRO stage 3, that Muon updates. They are updated
-    one after another and use the same scratch memory.
+    ``partitions``: one object for each parameter group, or sub-group of ZeRO stage 3, that Muon updates. They are
+    updated one after another and use the same scratch memory.
     """
     exchange, newton_schulz = Counter[str](), Counter[str]()
-    for part in parts:
-        for index, demand in enumerate(part.buckets):
-            exchange |= Counter({f"bucket{index % part.slots}": demand.buffers * memory.wire_bytes})
+    for partition in partitions:
+        for index, demand in enumerate(partition.demands):
+            exchange |= Counter({f"bucket{index % partition.slots}": demand.buffers * memory.wire_bytes})
             if memory.plain and not memory.staged:
                 exchange |= Counter(shard=4 * demand.longest_run)
             if not memory.staged:
                 exchange |= Counter(dict.fromkeys(("gradient", "momentum", "parameter"), 4 * demand.longest_grid))
             for batch in demand.batches:
-                newton_schulz |= _temporaries(batch, part.method(batch.rows, batch.cols), memory)
+                newton_schulz |= _temporaries(batch, partition.method(batch.rows, batch.cols), memory)
     return Peak(exchange.total(), newton_schulz.total())
 
 
@@ -154,32 +154,32 @@ def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
     return [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
 
 
-def _sent(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
-    owned = _by_owner(matrices, world_size)
-    sizes = [sum(item.block.numel for item in own) for own in owned]
-    others, runs, grids = _exchange_sizes(owned, matrices)
+def _sent(owned: OwnedBlocks, world_size: int) -> list[Demand]:
+    by_owner = _by_owner(owned, world_size)
+    sizes = [sum(item.block.numel for item in of_rank) for of_rank in by_owner]
+    others, runs, grids = _exchange_sizes(by_owner, owned)
     buffers = [size + more for size, more in zip(sizes, others, strict=True)]
-    return [*map(Demand, buffers, runs, grids, map(_sizes, owned))]
+    return [*map(Demand, buffers, runs, grids, map(_sizes, by_owner))]
 
 
-def _replicated(matrices: OwnedBlocks, world_size: int) -> list[Demand]:
+def _replicated(owned: OwnedBlocks, world_size: int) -> list[Demand]:
     """Return each rank's :class:`Demand` for a bucket at stage 0, where every rank has the results of all owners."""
-    owned = _by_owner(matrices, world_size)
-    part = max(sum(item.block.numel for item in own) for own in owned)
-    longest = max(item.block.numel for _, item in matrices)
-    grid = max(_longest_grid(item, 0) for _, item in matrices)
-    return [Demand(world_size * part, longest, grid, _sizes(own)) for own in owned]
+    by_owner = _by_owner(owned, world_size)
+    part = max(sum(item.block.numel for item in of_rank) for of_rank in by_owner)
+    longest = max(item.block.numel for _, item in owned)
+    grid = max(_longest_grid(item, 0) for _, item in owned)
+    return [Demand(world_size * part, longest, grid, _sizes(of_rank)) for of_rank in by_owner]
 
 
 def _sizes(items: Iterable[PlacedBlock]) -> tuple[BatchSize, ...]:
     return tuple(BatchSize(batch.rows, batch.cols, batch.count) for batch in batches_of(items))
 
 
-def _by_owner(matrices: OwnedBlocks, world_size: int) -> list[list[PlacedBlock]]:
-    owned: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
-    for owner, item in matrices:
-        owned[owner].append(item)
-    return owned
+def _by_owner(owned: OwnedBlocks, world_size: int) -> list[list[PlacedBlock]]:
+    by_owner: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
+    for owner, item in owned:
+        by_owner[owner].append(item)
+    return by_owner
 
 
 def _longest_grid(item: PlacedBlock, rank: int) -> int:
@@ -189,16 +189,16 @@ def _longest_grid(item: PlacedBlock, rank: int) -> int:
 
 
 def _exchange_sizes(
-    owned: Sequence[Sequence[PlacedBlock]], matrices: OwnedBlocks
+    by_owner: Sequence[Sequence[PlacedBlock]], owned: OwnedBlocks
 ) -> tuple[list[int], list[int], list[int]]:
     """Return (buffers, longest_run, longest_grid) of :class:`Demand`, each as a list with one number for each rank.
 
-    ``buffers`` are the send and receive buffers only. ``owned``: for each rank, the matrices that it owns.
+    ``buffers`` are the send and receive buffers only. ``by_owner``: for each rank, the matrices that it owns.
     """
-    sent, received, longest, grids = ([0] * len(owned) for _ in range(4))
+    sent, received, longest, grids = ([0] * len(by_owner) for _ in range(4))
     # Matrices that are spread alike are counted at once: at stage 3 all matrices of one shape are.
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
-    for owner, item in matrices:
+    for owner, item in owned:
         alike.setdefault(item.spread, (item, []))[1].append(owner)
     for item, owners in alike.values():
         for rank in item.spread.holders:
@@ -209,7 +209,7 @@ def _exchange_sizes(
         for owner in owners:
             held = item.spread.held_elements(owner)
             sent[owner] -= held
-            if len(owned[owner]) > 1:
+            if len(by_owner[owner]) > 1:
                 received[owner] += item.block.numel - held
             elif owner in item.spread.holders[1:-1]:  # see sends_own_part
                 received[owner] += min(held, item.block.numel - held)

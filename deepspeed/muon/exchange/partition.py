@@ -125,23 +125,23 @@ class Partition:
 
     def matrix_pieces(self) -> list[list[Rows]]:
         """Return, for each tensor in :attr:`tensors`, the pieces of matrices (:class:`Rows`) in it on this rank."""
-        found: list[list[Rows]] = [[] for _ in self.tensors]
+        pieces_of_tensors: list[list[Rows]] = [[] for _ in self.tensors]
         for shard in self.shards:
             for piece in (piece for item in shard.items for piece in item.spread.pieces(self.rank)):
                 start = shard.placement.position(piece.element)
-                found[shard.tensor].append(Rows(start, piece.rows, piece.cols, piece.stride))
-        return found
+                pieces_of_tensors[shard.tensor].append(Rows(start, piece.rows, piece.cols, piece.stride))
+        return pieces_of_tensors
 
     def fragments(self) -> list[list[Fragment]]:
         """Return, for each tensor in :attr:`tensors`, the parts of parameters (:class:`Fragment`) in it on this rank.
 
         A fragment has the parameter's name. Under tensor parallelism the tensor-parallel rank follows: ``fc.weight@1``.
         """
-        found: list[list[Fragment]] = [[] for _ in self.tensors]
+        fragments_of_tensors: list[list[Fragment]] = [[] for _ in self.tensors]
         for shard, start, stop, position in self.pieces():
             part = f"@{shard.placement.first}" if shard.spec.sharding else ""
-            found[shard.tensor].append(Fragment(shard.spec.name + part, start, position, stop - start))
-        return found
+            fragments_of_tensors[shard.tensor].append(Fragment(shard.spec.name + part, start, position, stop - start))
+        return fragments_of_tensors
 
 
 def whole_shards(specs: Iterable[MatrixSpec], copies: int) -> tuple[Shard, ...]:
@@ -150,20 +150,26 @@ def whole_shards(specs: Iterable[MatrixSpec], copies: int) -> tuple[Shard, ...]:
 
 
 def whole_partition(
-    index: int, params: Sequence[Tensor], specs: Sequence[MatrixSpec], group: Any = None, rank: int = 0, copies: int = 1
+    index: int,
+    tensors: Sequence[Tensor],
+    specs: Sequence[MatrixSpec],
+    group: Any = None,
+    rank: int = 0,
+    copies: int = 1,
 ) -> Partition:
-    """Return the partition of a parameter group that ZeRO does not shard: every rank of ``group`` holds all ``params``.
+    """Return the partition of a parameter group that ZeRO does not shard: every rank of ``group`` holds it whole.
 
-    ``index``: the parameter group's index in the optimizer. ``specs``: descriptions of ``params``, in the same order.
+    ``index``: the parameter group's index in the optimizer. ``tensors``: its parameters, or fp32 copies of them.
+    ``specs``: descriptions of the parameters, in the same order.
     ``rank``: this rank's index in ``group``. ``copies``: the number of ranks in ``group``.
 
     Raises:
         ValueError: a Muon parameter is not contiguous, such as a convolution in channels_last.
     """
-    for param, spec in zip(params, specs, strict=True):
-        if spec.use_muon and not param.is_contiguous():
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if spec.use_muon and not tensor.is_contiguous():
             raise ValueError(
                 f"{spec.name}: Muon needs a contiguous parameter; do not set memory_format=torch.channels_last, or use "
                 "ZeRO stage 1, 2 or 3"
             )
-    return Partition(index, tuple(params), whole_shards(specs, copies), group, rank, copies)
+    return Partition(index, tuple(tensors), whole_shards(specs, copies), group, rank, copies)

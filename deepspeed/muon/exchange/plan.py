@@ -251,7 +251,7 @@ class GlobalPlan:
         There is one flag for each matrix. There is none if every rank holds every matrix whole: all ranks then have the
         same gradients.
         """
-        is_cut = any(len(item.spread.parts) > 1 or item.shard.placement.copies == 1 for item in self.items)
+        is_cut = any(len(item.spread.rectangles) > 1 or item.shard.placement.copies == 1 for item in self.items)
         return len(self.items) if self.world_size > 1 and is_cut else 0
 
     @cached_property

@@ -75,8 +75,8 @@ class BucketBuffers:
         """
         assert self.host is not None
         segments = self.bucket.segments
-        host = [self.host.narrow(0, part.host, part.numel) for part in segments]
-        return host, [self._buffer(part.in_place).narrow(0, part.device, part.numel) for part in segments]
+        host = [self.host.narrow(0, part.host_start, part.numel) for part in segments]
+        return host, [self._buffer(part.in_place).narrow(0, part.device_start, part.numel) for part in segments]
 
     def _buffer(self, in_place: bool) -> Tensor:
         return self.matrices if in_place else self.outbox

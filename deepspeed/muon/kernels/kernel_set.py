@@ -167,38 +167,45 @@ CPU_CHUNK, CHUNK = 2**17, 2**21
 EXPONENT = 0x7F800000
 
 
-def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
+def advance(buffer: Tensor, grad: Tensor, out: Tensor, beta: float, nesterov: bool, work: Workspace) -> None:
     """Update the momentum ``buffer``, and write the input of Newton-Schulz to ``out``.
 
-    ``buffer <- momentum buffer + (1 - momentum) grad``, an average and not a sum. ``out`` is the new buffer or, with
-    ``nesterov``, ``momentum buffer + (1 - momentum) grad`` computed from the new buffer (Nesterov's look-ahead).
+    ``buffer <- beta buffer + (1 - beta) grad``, an average and not a sum. ``out`` is the new buffer or, with
+    ``nesterov``, ``beta buffer + (1 - beta) grad`` computed from the new buffer (Nesterov's look-ahead).
 
     Args:
         buffer: fp32: the optimizer state ``momentum_buffer``.
         grad: same shape, any floating dtype; averaged over the ranks, unscaled and clipped.
         out: same shape, any floating dtype; must not share memory with ``buffer``.
     """
-    buffer.lerp_(grad.to(buffer.dtype), 1.0 - momentum)
+    buffer.lerp_(grad.to(buffer.dtype), 1.0 - beta)
     if nesterov:
         ahead = work.get("shard", tuple(buffer.shape), buffer.dtype, buffer.device)
-        out.copy_(torch.lerp(grad.to(buffer.dtype), buffer, momentum, out=ahead))
+        out.copy_(torch.lerp(grad.to(buffer.dtype), buffer, beta, out=ahead))
     else:
         out.copy_(buffer)
 
 
 def advance_rounded(
-    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
+    buffer: Tensor,
+    grad: Tensor,
+    out: Tensor,
+    beta: float,
+    nesterov: bool,
+    random_key: Key,
+    first: int,
+    work: Workspace,
 ) -> None:
     """Do the same as :func:`advance` for a bf16 momentum: compute in fp32, and round ``buffer`` stochastically.
 
-    ``key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take
-    up to 2.5 MiB on a CPU, 40 MiB elsewhere.
+    ``random_key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`.
+    Temporaries take up to 2.5 MiB on a CPU, 40 MiB elsewhere.
     """
     for part in chunks(buffer):
         wide = work.get("wide", (part.stop - part.start,), torch.float32, buffer.device)
         wide.copy_(buffer[part])
-        advance(wide, grad[part], out[part], momentum, nesterov, work)
-        copy_rounded(buffer[part], wide, key, first + part.start, work)
+        advance(wide, grad[part], out[part], beta, nesterov, work)
+        copy_rounded(buffer[part], wide, random_key, first + part.start, work)
 
 
 def advance_codes(
@@ -206,17 +213,17 @@ def advance_codes(
     absmax: Tensor,
     grad: Tensor,
     out: Tensor,
-    momentum: float,
+    beta: float,
     nesterov: bool,
-    key: Key,
+    random_key: Key,
     first: int,
     work: Workspace,
 ) -> None:
     """Do the same as :func:`advance` for an int8 momentum: compute in fp32, and round ``codes`` stochastically.
 
     ``codes`` begins at the start of a block. ``absmax`` is fp32, the largest magnitude of each block. Both are updated.
-    ``key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take
-    up to 2.5 MiB on a CPU, 40 MiB elsewhere.
+    ``random_key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`.
+    Temporaries take up to 2.5 MiB on a CPU, 40 MiB elsewhere.
     """
     for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : block_count(part.stop)]
@@ -224,10 +231,10 @@ def advance_codes(
         wide = work.get("wide", shape, torch.float32, device)
         bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
         values = decode(codes[part], magnitudes, wide)
-        advance(values, grad[part], out[part], momentum, nesterov, work)
+        advance(values, grad[part], out[part], beta, nesterov, work)
         wide[numel:].zero_()
         uniform = spare.view(torch.float32)
-        uniform.copy_(noise(bits, spare, key, first + part.start).bitwise_or_(1)).mul_(2.0**-16)
+        uniform.copy_(noise(bits, spare, random_key, first + part.start).bitwise_or_(1)).mul_(2.0**-16)
         encode(wide, codes[part], magnitudes, uniform)
 
 
@@ -238,73 +245,73 @@ def chunks(x: Tensor) -> Iterator[slice]:
 
 
 def apply_(
-    param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
+    weights: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
 ) -> None:
-    """Set ``param <- param (1 - lr weight_decay) - lr scale update``.
+    """Set ``weights <- weights (1 - lr weight_decay) - lr scale update``.
 
     Weight decay is decoupled as in AdamW (Loshchilov and Hutter, arXiv 1711.05101); ``scale`` does not change it. If
-    ``cautious``, elements whose update and parameter have opposite signs do not decay (Chen et al., arXiv 2510.12402);
+    ``cautious``, weights whose update has the opposite sign do not decay (Chen et al., arXiv 2510.12402);
     temporaries then take 0.6 MiB on a CPU, 10 MiB elsewhere.
 
     Args:
-        param: any shape, contiguous, fp32 under ZeRO.
+        weights: any shape, contiguous, fp32 under ZeRO.
         update: same shape: elements of the orthogonalized matrix.
         scale: :func:`deepspeed.muon.math.rules.scale_factor` for the shape of the whole matrix.
     """
-    if update.dtype != param.dtype or update.device != param.device:
-        update = work.get("shard", tuple(param.shape), param.dtype, param.device).copy_(update)
+    if update.dtype != weights.dtype or update.device != weights.device:
+        update = work.get("shard", tuple(weights.shape), weights.dtype, weights.device).copy_(update)
     keep = 1.0 - lr * weight_decay
     if weight_decay and cautious:
-        _decay_cautiously_(param.view(-1), update.view(-1), keep, work)
+        _decay_cautiously_(weights.view(-1), update.view(-1), keep, work)
     elif weight_decay:
-        param.mul_(keep)
-    param.add_(update, alpha=-lr * scale)
+        weights.mul_(keep)
+    weights.add_(update, alpha=-lr * scale)
 
 
-def _decay_cautiously_(param: Tensor, update: Tensor, keep: float, work: Workspace) -> None:
-    for part in chunks(param):
-        shape, device = (part.stop - part.start,), param.device
+def _decay_cautiously_(weights: Tensor, update: Tensor, keep: float, work: Workspace) -> None:
+    for part in chunks(weights):
+        shape, device = (part.stop - part.start,), weights.device
         factors = work.get("wide", shape, torch.float32, device)
         are_opposed = work.get("are_opposed", shape, torch.bool, device)
         # A sign times the update has the sign of the product of both, which itself could underflow to zero.
-        torch.lt(torch.sign(param[part], out=factors).mul_(update[part]), 0, out=are_opposed)
-        param[part].mul_(factors.fill_(keep).masked_fill_(are_opposed, 1.0))
+        torch.lt(torch.sign(weights[part], out=factors).mul_(update[part]), 0, out=are_opposed)
+        weights[part].mul_(factors.fill_(keep).masked_fill_(are_opposed, 1.0))
 
 
-def copy_rounded(target: Tensor, source: Tensor, key: Key, first: int, work: Workspace) -> None:
+def copy_rounded(target: Tensor, source: Tensor, random_key: Key, first: int, work: Workspace) -> None:
     """Round ``source``, fp32, stochastically to ``target``, bf16; ``source`` is overwritten.
 
-    ``key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take
-    1 MiB on a CPU, 16 MiB elsewhere.
+    ``random_key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`.
+    Temporaries take 1 MiB on a CPU, 16 MiB elsewhere.
     """
     for part in chunks(target):
         shape, device = (part.stop - part.start,), target.device
         bits, spare = (work.get(name, shape, torch.int32, device) for name in ("bits", "spare_bits"))
-        round_(target[part], source[part], noise(bits, spare, key, first + part.start), spare)
+        round_(target[part], source[part], noise(bits, spare, random_key, first + part.start), spare)
 
 
-def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Return :class:`Tiles` with one tile for each run, a contiguous piece of a flat shard.
+def tiles(spans: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
+    """Return :class:`Tiles` with one tile for each span, a contiguous piece of a flat shard.
 
-    ``runs``: for each run, (start in the shard, start in ``out`` or ``update``, length), in elements. ``out`` is an
+    ``spans``: for each, (start in the shard, start in ``out`` or ``update``, length), in elements. ``out`` is an
     argument of :func:`advance_runs`, ``update`` of :func:`apply_runs_`.
     """
-    return Tiles(torch.tensor(runs, dtype=torch.int64, device=device), are_aligned=False)
+    return Tiles(torch.tensor(spans, dtype=torch.int64, device=device), are_aligned=False)
 
 
-def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
+def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, beta: float, nesterov: bool) -> None:
     """Call :func:`advance` on each tile of the shards ``buffer`` and ``grad``, and on its place in ``out``."""
     for shard, other, length in tiles.table.tolist():
         part = slice(shard, shard + length)
-        advance(buffer[part], grad[part], out[other : other + length], momentum, nesterov, Workspace())
+        advance(buffer[part], grad[part], out[other : other + length], beta, nesterov, Workspace())
 
 
 def apply_runs_(
-    param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
+    weights: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Call :func:`apply_` on each tile of the shard ``param``; ``tiles`` says which part of ``update`` to apply."""
+    """Call :func:`apply_` on each tile of the shard ``weights``; ``tiles`` says which part of ``update`` to apply."""
     for shard, other, length in tiles.table.tolist():
-        part, result = param[shard : shard + length], update[other : other + length]
+        part, result = weights[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
 
 

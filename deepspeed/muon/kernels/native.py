@@ -57,14 +57,14 @@ def _load() -> Any:
         raise KernelError(line + needs) from error
 
 
-def kernels_of(module: Any) -> KernelSet:
+def kernels_of(extension: Any) -> KernelSet:
     """Return the functions of a built C++ module as :class:`KernelSet`.
 
     Calls that the module does not support, such as those with GPU tensors, go to plain PyTorch.
     """
 
     def without_workspace(name: str) -> Callable[..., None]:
-        compiled = getattr(module, name)
+        compiled = getattr(extension, name)
 
         def call(*args: Any) -> None:
             # A C++ function returns false, and has done nothing, if it does not support its arguments.
@@ -75,39 +75,39 @@ def kernels_of(module: Any) -> KernelSet:
 
     def symmetric(name: str, x: Tensor, work: Workspace) -> Tensor | Apart:
         rest = kernel_set.symmetric(name, x, work)
-        if not module.multiplies_apart(x):
+        if not extension.multiplies_apart(x):
             return rest
         return Apart(rest, work.get(f"{name} diagonal", tuple(rest.shape[:2]), torch.float32, x.device))
 
     def square(x: Tensor, out: Any, work: Workspace) -> None:
-        if not module.square(x, _parts(out)):
+        if not extension.square(x, _parts(out)):
             kernel_set.square(x, out, work)
 
     def product(a: Any, b: Any, out: Any, work: Workspace, alpha: float = 1.0, beta: float = 0.0) -> None:
-        if not module.product(_parts(a), _parts(b), _parts(out), alpha, beta):
+        if not extension.product(_parts(a), _parts(b), _parts(out), alpha, beta):
             kernel_set.product(a, b, out, work, alpha, beta)
 
     def multiply(p: Any, x: Tensor, out: Tensor, work: Workspace, shift: float = 0.0) -> Tensor:
-        return out if module.multiply(_parts(p), x, out, shift) else kernel_set.multiply(p, x, out, work, shift)
+        return out if extension.multiply(_parts(p), x, out, shift) else kernel_set.multiply(p, x, out, work, shift)
 
     return KernelSet(
-        name=f"C++ ({module.cpu_capability})",
+        name=f"C++ ({extension.cpu_capability})",
         advance=without_workspace("advance"),
         advance_rounded=without_workspace("advance_rounded"),
         advance_codes=without_workspace("advance_codes"),
         apply_=without_workspace("apply_"),
         copy_rounded=without_workspace("copy_rounded"),
         normalize=lambda x, out, norm=1.0: (
-            out if module.normalize(x, out, norm) else kernel_set.normalize(x, out, norm)
+            out if extension.normalize(x, out, norm) else kernel_set.normalize(x, out, norm)
         ),
         symmetric=symmetric,
         diagonal=lambda matrix: matrix.diagonal if isinstance(matrix, Apart) else kernel_set.diagonal(matrix),
         square=square,
         product=product,
         multiply=multiply,
-        fast_dtype="bf16" if module.has_fast_bf16() else "fp32",
+        fast_dtype="bf16" if extension.has_fast_bf16() else "fp32",
     )
 
 
-def _parts(matrix: Tensor | Apart) -> tuple[Tensor, Tensor | None]:
-    return matrix if isinstance(matrix, Apart) else (matrix, None)
+def _parts(operand: Tensor | Apart) -> tuple[Tensor, Tensor | None]:
+    return operand if isinstance(operand, Apart) else (operand, None)

@@ -25,28 +25,28 @@ LARGEST = 0x7F7F0000
 Key = tuple[int, int]
 
 
-def key_of(name: str, step: int) -> Key:
+def key_of(name: str, step_number: int) -> Key:
     """Return the key of the random numbers for rounding a parameter at one step: two signed 32-bit numbers.
 
-    It depends on ``name`` and ``step`` only, so all ranks get the same key.
+    It depends on ``name`` and ``step_number`` only, so all ranks get the same key.
     """
     # Experts of one name on different ranks share a key; their values are never summed, so errors do not add up.
-    return struct.unpack("<ii", hashlib.blake2s(f"{name}\0{step}".encode(), digest_size=8).digest())
+    return struct.unpack("<ii", hashlib.blake2s(f"{name}\0{step_number}".encode(), digest_size=8).digest())
 
 
-def noise(out: Tensor, spare: Tensor, key: Key, first: int) -> Tensor:
+def noise(out: Tensor, spare: Tensor, random_key: Key, first: int) -> Tensor:
     """Write uniform random integers from 0 to 2^16 - 1 to ``out``, and return ``out``.
 
-    Element i depends only on ``key`` and ``first + i``. If ``first`` is the index of the first element in its matrix,
-    an element gets the same bits whatever part of the matrix a rank holds. This is the counter-based scheme of Salmon,
-    Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+    Element i depends only on ``random_key`` and ``first + i``. If ``first`` is the index of the first element in its
+    matrix, an element gets the same bits whatever part of the matrix a rank holds. This is the counter-based scheme of
+    Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 
     ``out`` and ``spare``: int32, 1-D, equal in length; ``spare`` is overwritten.
     """
     torch.arange(out.numel(), out=out)
-    out.add_(signed(key[0] + first))
+    out.add_(signed(random_key[0] + first))
     _mix(out, spare, SHIFTS[0], MULTIPLIERS[0])
-    out.add_(key[1])
+    out.add_(random_key[1])
     _mix(out, spare, SHIFTS[1], MULTIPLIERS[1])
     return out.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
@@ -57,9 +57,9 @@ def _mix(x: Tensor, spare: Tensor, shift: int, multiplier: int) -> None:
     x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
 
 
-def signed(value: int) -> int:
-    """Return the signed 32-bit number equal to ``value`` modulo 2^32."""
-    return (value + 2**31) % 2**32 - 2**31
+def signed(number: int) -> int:
+    """Return the signed 32-bit number equal to ``number`` modulo 2^32."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None:
@@ -105,21 +105,21 @@ def decode(codes: Tensor, absmax: Tensor, out: Tensor) -> Tensor:
     return values
 
 
-def encode(values: Tensor, codes: Tensor, absmax: Tensor, noise: Tensor | float) -> None:
-    """Quantize ``values`` to int8: code = floor(127 value / m + ``noise``), where m is the block's largest magnitude.
+def encode(values: Tensor, codes: Tensor, absmax: Tensor, offset: Tensor | float) -> None:
+    """Quantize ``values`` to int8: code = floor(127 value / m + ``offset``), where m is the block's largest magnitude.
 
     Args:
         values: fp32, 1-D: whole blocks, the last one padded with zeros; overwritten.
         codes: int8, 1-D: receives a code for each element before the padding.
         absmax: fp32, 1-D: receives m of each block.
-        noise: 1/2 to round to nearest. To round stochastically: uniform random numbers from 2^-16 to 1 - 2^-16, fp32,
+        offset: 1/2 to round to nearest. To round stochastically: uniform random numbers from 2^-16 to 1 - 2^-16, fp32,
             one for each element of ``values``.
     """
-    # Noise is farther from 0 and 1 than the rounding error of a block's largest value, so its code is 127 or -127.
+    # An offset is farther from 0 and 1 than the rounding error of a block's largest value: its code is 127 or -127.
     blocks = values.view(-1, BLOCK)
     low, high = torch.aminmax(blocks, dim=-1)
     torch.maximum(high, low.neg_(), out=absmax)
     absmax.masked_fill_(absmax < SMALLEST, 0.0)
     factors = torch.full_like(absmax, LEVELS).div_(absmax).masked_fill_(absmax == 0, 0.0)
     blocks.mul_(factors.unsqueeze(-1))
-    codes.copy_(values.add_(noise).floor_()[: codes.numel()])
+    codes.copy_(values.add_(offset).floor_()[: codes.numel()])

@@ -16,15 +16,15 @@ WITH_FAST_KERNELS = ("cpu", "cuda")
 Unavailable = dict[str, str | None]
 
 
-def unavailable_kernels(kernels: str, device_types: Iterable[str]) -> Unavailable:
+def unavailable_kernels(setting: str, device_types: Iterable[str]) -> Unavailable:
     """Return {device type: why this process cannot use fast kernels there, or ``None`` if it can}.
 
     Example: ``{"cpu": None, "cuda": "triton is not installed"}``. For ``cpu`` this builds the C++ kernels if necessary.
 
-    ``kernels``: the config key ``optimizer.params.kernels``; for ``torch`` nothing is built or checked.
+    ``setting``: the config key ``optimizer.params.kernels``; for ``torch`` nothing is built or checked.
     ``device_types``: those of all tensors of a step.
     """
-    if kernels == "torch":
+    if setting == "torch":
         return dict.fromkeys(device_types, 'optimizer.params.kernels is "torch"')
     return {kind: _reason(kind) for kind in device_types}
 
@@ -35,8 +35,8 @@ def _reason(device_type: str) -> str | None:
     return triton_table.unavailable() if device_type == "cuda" else "only plain PyTorch supports it"
 
 
-def _is_usable(unavailable: Unavailable, kind: str) -> bool:
-    return kind in unavailable and unavailable[kind] is None
+def _is_usable(unavailable: Unavailable, device_type: str) -> bool:
+    return device_type in unavailable and unavailable[device_type] is None
 
 
 def choose(unavailable: Unavailable) -> KernelSet:

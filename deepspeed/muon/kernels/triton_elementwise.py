@@ -78,12 +78,12 @@ def _lerp(start, end, weight):
 
 
 @triton.jit
-def _average(buffer, grad, momentum, rate, NESTEROV: tl.constexpr):
-    """Return (new momentum, input of Newton-Schulz) as ``kernel_set.advance`` computes them. ``rate``: 1 - momentum."""
+def _average(buffer, grad, beta, rate, NESTEROV: tl.constexpr):
+    """Return (new momentum, input of Newton-Schulz) as ``kernel_set.advance`` computes them. ``rate``: 1 - beta."""
     buffer = _lerp(buffer, grad, rate)
     ahead = buffer
     if NESTEROV:
-        ahead = _lerp(grad, buffer, momentum)
+        ahead = _lerp(grad, buffer, beta)
     return buffer, ahead
 
 
@@ -114,7 +114,7 @@ def advance_kernel(
     out_ptr,
     tiles_ptr,
     numel,
-    momentum,
+    beta,
     rate,
     first_key,
     second_key,
@@ -125,13 +125,13 @@ def advance_kernel(
     """Update the momentum of this program's elements, and write the input of Newton-Schulz.
 
     A bf16 momentum is rounded stochastically with the key (``first_key``, ``second_key``); the index of the first
-    element is already added to ``first_key``. ``rate``: 1 - momentum, computed in fp64.
+    element is already added to ``first_key``. ``rate``: 1 - beta, computed in fp64.
     ``tiles_ptr``, ``numel``: see :func:`_places`.
     """
     shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
     grad = tl.load(grad_ptr + shard, mask).to(tl.float32)
     buffer = tl.load(buffer_ptr + shard, mask).to(tl.float32)
-    buffer, ahead = _average(buffer, grad, momentum, rate, NESTEROV)
+    buffer, ahead = _average(buffer, grad, beta, rate, NESTEROV)
     if buffer_ptr.dtype.element_ty == tl.bfloat16:
         noise = _noise(shard.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
         tl.store(buffer_ptr + shard, _round(buffer, noise), mask)
@@ -153,7 +153,7 @@ def advance_codes_kernel(
     grad_ptr,
     out_ptr,
     numel,
-    momentum,
+    beta,
     rate,
     first_key,
     second_key,
@@ -170,7 +170,7 @@ def advance_codes_kernel(
     grad = tl.load(grad_ptr + at, mask, other=0.0).to(tl.float32)
     absmax = tl.load(absmax_ptr + row, is_block, other=0.0)
     value = _value(tl.load(codes_ptr + at, mask, other=0), absmax[:, None])
-    value, ahead = _average(value, grad, momentum, rate, NESTEROV)
+    value, ahead = _average(value, grad, beta, rate, NESTEROV)
     tl.store(out_ptr + at, ahead.to(out_ptr.dtype.element_ty), mask)
     absmax = tl.max(tl.abs(value), axis=1)
     absmax = tl.where(absmax < _SMALLEST, 0.0, absmax)
@@ -280,21 +280,28 @@ def _grid(numel: int) -> tuple[int]:
     return (triton.cdiv(numel, BLOCK),)
 
 
-def advance(buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, work: Workspace) -> None:
+def advance(buffer: Tensor, grad: Tensor, out: Tensor, beta: float, nesterov: bool, work: Workspace) -> None:
     """Do the same as :func:`deepspeed.muon.kernels.kernel_set.advance`."""
-    numel, rate = buffer.numel(), 1.0 - momentum
+    numel, rate = buffer.numel(), 1.0 - beta
     advance_kernel[_grid(numel)](
-        buffer, grad, out, None, numel, momentum, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
+        buffer, grad, out, None, numel, beta, rate, 0, 0, nesterov, ALIGNED=False, BLOCK=BLOCK, **OPTIONS
     )
 
 
 def advance_rounded(
-    buffer: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool, key: Key, first: int, work: Workspace
+    buffer: Tensor,
+    grad: Tensor,
+    out: Tensor,
+    beta: float,
+    nesterov: bool,
+    random_key: Key,
+    first: int,
+    work: Workspace,
 ) -> None:
     """Do the same as :func:`deepspeed.muon.kernels.kernel_set.advance_rounded`, with the same random bits."""
-    numel, rate, first_key = buffer.numel(), 1.0 - momentum, signed(key[0] + first)
+    numel, rate, first_key = buffer.numel(), 1.0 - beta, signed(random_key[0] + first)
     advance_kernel[_grid(numel)](
-        buffer, grad, out, None, numel, momentum, rate, first_key, key[1], nesterov, False, BLOCK, **OPTIONS
+        buffer, grad, out, None, numel, beta, rate, first_key, random_key[1], nesterov, False, BLOCK, **OPTIONS
     )
 
 
@@ -303,26 +310,26 @@ def advance_codes(
     absmax: Tensor,
     grad: Tensor,
     out: Tensor,
-    momentum: float,
+    beta: float,
     nesterov: bool,
-    key: Key,
+    random_key: Key,
     first: int,
     work: Workspace,
 ) -> None:
     """Do the same as :func:`deepspeed.muon.kernels.kernel_set.advance_codes`, with the same random bits."""
-    numel, rate, rows = codes_.numel(), 1.0 - momentum, BLOCK // rounding.BLOCK
-    first_key = signed(key[0] + first)
+    numel, rate, rows = codes_.numel(), 1.0 - beta, BLOCK // rounding.BLOCK
+    first_key = signed(random_key[0] + first)
     advance_codes_kernel[_grid(numel)](
-        codes_, absmax, grad, out, numel, momentum, rate, first_key, key[1], nesterov, rows, **OPTIONS
+        codes_, absmax, grad, out, numel, beta, rate, first_key, random_key[1], nesterov, rows, **OPTIONS
     )
 
 
 def apply_(
-    param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
+    weights: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float, cautious: bool, work: Workspace
 ) -> None:
     """Do the same as :func:`deepspeed.muon.kernels.kernel_set.apply_`."""
-    numel, keep = param.numel(), 1.0 - lr * weight_decay
-    apply_kernel[_grid(numel)](param, update, None, numel, keep, -lr * scale, cautious, False, BLOCK, **OPTIONS)
+    numel, keep = weights.numel(), 1.0 - lr * weight_decay
+    apply_kernel[_grid(numel)](weights, update, None, numel, keep, -lr * scale, cautious, False, BLOCK, **OPTIONS)
 
 
 def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
@@ -340,35 +347,35 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
     return out
 
 
-def tiles(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Split runs, contiguous pieces of a flat shard, into :class:`Tiles` of at most ``BLOCK`` elements.
+def tiles(spans: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
+    """Split spans, contiguous pieces of a flat shard, into :class:`Tiles` of at most ``BLOCK`` elements.
 
-    The table takes 24 bytes per tile. ``runs``: as in :func:`deepspeed.muon.kernels.kernel_set.tiles`.
+    The table takes 24 bytes per tile. ``spans``: as in :func:`deepspeed.muon.kernels.kernel_set.tiles`.
     """
-    starts = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 3)
+    starts = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, 3)
     counts = -(-starts[:, 2] // BLOCK)
-    run = torch.arange(len(runs), dtype=torch.int64, device="cpu").repeat_interleave(counts)
-    done = (torch.arange(run.numel(), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[run]) * BLOCK
-    shard, other, length = starts[run].unbind(1)
+    span = torch.arange(len(spans), dtype=torch.int64, device="cpu").repeat_interleave(counts)
+    done = (torch.arange(span.numel(), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[span]) * BLOCK
+    shard, other, length = starts[span].unbind(1)
     table = torch.stack([shard + done, other + done, (length - done).clamp(max=BLOCK)], dim=1)
     return Tiles(table.to(device), are_aligned=not (starts % ALIGNMENT).any())
 
 
-def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, momentum: float, nesterov: bool) -> None:
+def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, beta: float, nesterov: bool) -> None:
     """Do the same as :func:`deepspeed.muon.kernels.kernel_set.advance_runs`, in one launch."""
-    grid, rate = (tiles.table.size(0),), 1.0 - momentum
+    grid, rate = (tiles.table.size(0),), 1.0 - beta
     with torch.cuda.device_of(buffer):
         advance_kernel[grid](
-            buffer, grad, out, tiles.table, 0, momentum, rate, 0, 0, nesterov, tiles.are_aligned, BLOCK, **OPTIONS
+            buffer, grad, out, tiles.table, 0, beta, rate, 0, 0, nesterov, tiles.are_aligned, BLOCK, **OPTIONS
         )
 
 
 def apply_runs_(
-    param: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
+    weights: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
     """Do the same as :func:`deepspeed.muon.kernels.kernel_set.apply_runs_`, in one launch."""
     grid, keep = (tiles.table.size(0),), 1.0 - lr * weight_decay
-    with torch.cuda.device_of(param):
+    with torch.cuda.device_of(weights):
         apply_kernel[grid](
-            param, update, tiles.table, 0, keep, -lr * scale, cautious, tiles.are_aligned, BLOCK, **OPTIONS
+            weights, update, tiles.table, 0, keep, -lr * scale, cautious, tiles.are_aligned, BLOCK, **OPTIONS
         )

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import key_of
-from deepspeed.muon.math.momentum_storage import Fragment
+from deepspeed.muon.math.momentum_storage import Fragment, State
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 
 #: Key of a group: parameter name -> the step of its tensor before which the parameter's moments were zero. A tensor of
@@ -22,7 +22,7 @@ from deepspeed.muon.math.wide_arithmetic import in_fp32
 STARTED = "started_at"
 
 
-def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
+def state_of(state: State, tensor: Tensor) -> State:
     """Return ``state``, the AdamW state of ``tensor``. If it is empty, first fill it with zeros.
 
     The keys are ``exp_avg`` and ``exp_avg_sq``, with the tensor's shape and dtype, and ``step``, an fp32 scalar tensor.
@@ -36,17 +36,15 @@ def state_of(state: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
     return state
 
 
-def step(
-    tensors: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any], decoupled: bool
-) -> None:
+def step(tensors: Sequence[Tensor], states: Sequence[State], group: Mapping[str, Any], decoupled: bool) -> None:
     """Make one step of AdamW (``decoupled``) or of Adam with an L2 term, and update weights and states in place.
 
     All ``tensors`` must have a gradient. ``states``: the state of each tensor, from :func:`state_of`. ``group``: the
     parameter group with its settings, such as ``lr``.
     """
     grads = [p.grad for p in tensors if p.grad is not None]
-    means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-    _update(list(tensors), grads, means, squares, steps, group, decoupled)
+    means, squares, step_counts = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+    _update(list(tensors), grads, means, squares, step_counts, group, decoupled)
 
 
 def steps_before_start(group: Mapping[str, Any], fragment: Fragment) -> int:
@@ -59,7 +57,7 @@ def steps_before_start(group: Mapping[str, Any], fragment: Fragment) -> int:
 
 
 def step_by_parameter(
-    tensor: Tensor, state: dict[str, Any], group: Mapping[str, Any], decoupled: bool, fragments: Sequence[Fragment]
+    tensor: Tensor, state: State, group: Mapping[str, Any], decoupled: bool, fragments: Sequence[Fragment]
 ) -> None:
     """Make one step of AdamW or Adam for a contiguous tensor whose parameters have made different numbers of steps.
 
@@ -71,8 +69,8 @@ def step_by_parameter(
     tensors, grads, means, squares = (
         [x[part.position : part.position + part.numel] for part in fragments] for x in stored
     )
-    steps = [state["step"] - steps_before_start(group, part) for part in fragments]
-    _update(tensors, grads, means, squares, steps, group, decoupled)
+    step_counts = [state["step"] - steps_before_start(group, part) for part in fragments]
+    _update(tensors, grads, means, squares, step_counts, group, decoupled)
     state["step"] += 1
 
 
@@ -83,7 +81,7 @@ def is_contiguous_bf16(tensor: Tensor) -> bool:
 
 def step_in_bf16(
     tensor: Tensor,
-    state: dict[str, Any],
+    state: State,
     group: Mapping[str, Any],
     decoupled: bool,
     fragments: Sequence[Fragment],
@@ -115,16 +113,17 @@ def _update(
     grads: list[Tensor],
     means: list[Tensor],
     squares: list[Tensor],
-    steps: list[Tensor],
+    step_counts: list[Tensor],
     group: Mapping[str, Any],
     decoupled: bool,
 ) -> None:
-    """Call torch's functional ``adamw`` (if ``decoupled``) or ``adam``. Both update tensors and ``steps`` in place."""
+    """Call torch's functional ``adamw`` (if ``decoupled``) or ``adam``; both update tensors and counts in place."""
     if not tensors:
         return
     if not group.get("bias_correction", True):  # a checkpoint of an older version has no such key
-        torch._foreach_add_(steps, 1)
-        steps = [torch.full_like(step, torch.inf) for step in steps]  # at step infinity the bias corrections are 1
+        torch._foreach_add_(step_counts, 1)
+        # At step infinity the bias corrections are 1.
+        step_counts = [torch.full_like(count, torch.inf) for count in step_counts]
     settings = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
     settings |= {key: group[key] for key in ("lr", "weight_decay", "eps")}
     settings["has_complex"] = any(p.is_complex() for p in tensors)
@@ -132,7 +131,7 @@ def _update(
     # On a CPU torch's fused kernel is as fast as DeepSpeedCPUAdam without a build, and six times faster than foreach.
     settings["fused" if is_fused else "foreach"] = True
     update = adamw if decoupled else adam
-    update(tensors, grads, means, squares, [], steps, amsgrad=False, maximize=False, **settings)
+    update(tensors, grads, means, squares, [], step_counts, amsgrad=False, maximize=False, **settings)
 
 
 @functools.cache

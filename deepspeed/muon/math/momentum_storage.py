@@ -72,28 +72,28 @@ class Blocks:
         """Return the momentum of the tensor's elements ``start`` to ``stop - 1`` as fp32, 1-D; padding becomes zero."""
         return self.read_into(torch.zeros(stop - start, dtype=torch.float32, device=device), state, start)
 
-    def read_into(self, result: Tensor, state: State, start: int = 0) -> Tensor:
-        """Write the momentum of the tensor's elements from index ``start`` on to ``result``, and return ``result``.
+    def read_into(self, out: Tensor, state: State, start: int = 0) -> Tensor:
+        """Write the momentum of the tensor's elements from index ``start`` on to ``out``, and return ``out``.
 
-        ``result``: fp32, 1-D, for all elements of a piece or none. Its entries for padding do not change.
+        ``out``: fp32, 1-D, for all elements of a piece or none. Its entries for padding do not change.
         """
-        for piece in self._within(start, start + result.numel()):
+        for piece in self._within(start, start + out.numel()):
             codes, absmax = piece.of(state[CODES]).reshape(-1), self.absmax(state, piece.start)
-            values = piece.of(result, start) if piece.rows == 1 else torch.empty_like(codes, dtype=torch.float32)
+            values = piece.of(out, start) if piece.rows == 1 else torch.empty_like(codes, dtype=torch.float32)
             for part, magnitudes in _chunks(absmax):
                 wide = torch.empty(magnitudes.numel() * BLOCK, dtype=torch.float32, device=codes.device)
                 values.view(-1)[part] = decode(codes[part], magnitudes, wide)
             if piece.rows > 1:
-                piece.of(result, start).copy_(values.view(piece.rows, piece.cols))
-        return result
+                piece.of(out, start).copy_(values.view(piece.rows, piece.cols))
+        return out
 
-    def write(self, state: State, start: int, values: Tensor) -> None:
-        """Quantize ``values``, 1-D, and store them as the momentum of the tensor's elements from index ``start`` on.
+    def write(self, state: State, start: int, momentum: Tensor) -> None:
+        """Quantize ``momentum``, 1-D, and store it as that of the tensor's elements from index ``start`` on.
 
-        Values are rounded to nearest. For each piece, they must contain all elements or none.
+        It is rounded to nearest, and must contain all elements of a piece or none.
         """
-        for piece in self._within(start, start + values.numel()):
-            given, absmax = piece.of(values, start).reshape(-1), self.absmax(state, piece.start)
+        for piece in self._within(start, start + momentum.numel()):
+            given, absmax = piece.of(momentum, start).reshape(-1), self.absmax(state, piece.start)
             codes = torch.empty(piece.numel, dtype=torch.int8, device=absmax.device)
             for part, magnitudes in _chunks(absmax):
                 wide = torch.zeros(magnitudes.numel() * BLOCK, dtype=torch.float32, device=absmax.device)

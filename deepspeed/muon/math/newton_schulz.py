@@ -129,14 +129,14 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
     :class:`Rounding`, for which rounding moves no singular value by more than :data:`MAX_SHIFT`; if there is none, 1.
     ``dtype``: dtype of the matrix products, a key of :data:`ROUNDING`.
     """
-    found: list[int] = []
+    lengths: list[int] = []
     done, rounding = 0, ROUNDING[dtype]
     while done < len(schedule):
-        lengths = range(min(rounding.longest, len(schedule) - done), 1, -1)
-        fitting = (length for length in lengths if _max_shift(schedule, done, length, rounding) <= MAX_SHIFT)
-        found.append(next(fitting, 1))
-        done += found[-1]
-    return tuple(found)
+        possible = range(min(rounding.longest, len(schedule) - done), 1, -1)
+        fitting = (length for length in possible if _max_shift(schedule, done, length, rounding) <= MAX_SHIFT)
+        lengths.append(next(fitting, 1))
+        done += lengths[-1]
+    return tuple(lengths)
 
 
 def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
@@ -160,15 +160,15 @@ def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) 
     return worst
 
 
-def _factor(triple: Triple, square: float) -> float:
+def _factor(triple: Triple, squared: float) -> float:
     a, b, c = triple
-    return a + (b + c * square) * square
+    return a + (b + c * squared) * squared
 
 
-def _map(schedule: Schedule, value: float) -> float:
+def _map(schedule: Schedule, singular_value: float) -> float:
     for triple in schedule:
-        value *= _factor(triple, value * value)
-    return value
+        singular_value *= _factor(triple, singular_value * singular_value)
+    return singular_value
 
 
 METHODS = ("standard", "gram")
@@ -284,11 +284,11 @@ def orthogonalize(
         if is_tall:
             start, spare = start.mT, spare.mT
         if is_gram:
-            found = _gram(start, spare, scaled, lengths, work, kernels)
+            result = _gram(start, spare, scaled, lengths, work, kernels)
         else:
-            found = _standard(start, spare, scaled, work, kernels)
-        if found.data_ptr() != part.data_ptr():
-            part.copy_(found.mT if is_tall else found)
+            result = _standard(start, spare, scaled, work, kernels)
+        if result.data_ptr() != part.data_ptr():
+            part.copy_(result.mT if is_tall else result)
     return x
 
 

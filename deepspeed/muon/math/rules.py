@@ -25,9 +25,6 @@ SIDES = {"rows": 0, "columns": 1}
 EPS = 1e-10
 
 
-Shape = tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Rule:
     """An update rule: what an owner does to a whole matrix before and after Newton-Schulz.
@@ -42,14 +39,14 @@ class Rule:
     """
 
     KEY: ClassVar[str]
-    STATE: ClassVar[Mapping[str, Callable[[Shape, int], Shape]]] = {}
+    STATE: ClassVar[Mapping[str, Callable[[tuple[int, ...], int], tuple[int, ...]]]] = {}
     NEEDS_AXIS: ClassVar[bool] = True
 
     @classmethod
     def of(cls, config: Any) -> Rule | None:
         """Return the rule as ``config`` (:class:`MuonConfig`) sets it; ``None`` if it is off."""
-        values = {field.name: getattr(config, field.name) for field in fields(cls)}
-        return cls(**values) if is_on(config, cls.KEY) else None
+        settings = {field.name: getattr(config, field.name) for field in fields(cls)}
+        return cls(**settings) if is_on(config, cls.KEY) else None
 
     def before(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
         """Change a matrix in place before Newton-Schulz.
@@ -135,7 +132,7 @@ def rules_of(config: Any) -> tuple[Rule, ...]:
     return tuple(rule for kind in RULES if (rule := kind.of(config)) is not None)
 
 
-def state_shapes(rules: Iterable[Rule], shape: Shape, axis: int) -> dict[str, Shape]:
+def state_shapes(rules: Iterable[Rule], shape: tuple[int, ...], axis: int) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the state that ``rules`` keep for a matrix of this shape; ``axis``: of its outputs."""
     return {name: shape_of(shape, axis) for rule in rules for name, shape_of in rule.STATE.items()}
 
@@ -162,8 +159,8 @@ def snap_norm(x: Tensor, work: Workspace) -> None:
     scale(x, _factors(norm, math.sqrt(min(x.shape))), work)
 
 
-def _factors(norms: Tensor, wanted: float) -> Tensor:
-    return torch.where(norms == 0, 1.0, wanted / norms)
+def _factors(norms: Tensor, target_norm: float) -> Tensor:
+    return torch.where(norms == 0, 1.0, target_norm / norms)
 
 
 def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Workspace) -> None:
@@ -178,11 +175,11 @@ def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Wor
         second_moment: fp32 ``[outputs]``, zeros at first; updated in place.
         beta2: decay of the second moment per step.
     """
-    found = sums_of_squares(x, axis, work)
-    total, mean = found.sum(), second_moment.view(found.shape)
-    mean.copy_(torch.where(total > 0, mean.lerp(found / x.size(1 - axis), 1 - beta2), mean))
+    squares = sums_of_squares(x, axis, work)
+    total, mean = squares.sum(), second_moment.view(squares.shape)
+    mean.copy_(torch.where(total > 0, mean.lerp(squares / x.size(1 - axis), 1 - beta2), mean))
     factor = 1 / (mean.sqrt() + EPS)
-    scaled = (found * factor.square()).sum()
+    scaled = (squares * factor.square()).sum()
     scale(x, torch.where(total > 0, factor * (total / scaled).sqrt(), 1.0), work)
 
 

@@ -51,7 +51,7 @@ def scale(x: Tensor, factors: Tensor, work: Workspace) -> None:
 
 
 def in_fp32(
-    tensors: Sequence[Tensor], keys: Sequence[Key], first: int, kernels: KernelSet, work: Workspace
+    tensors: Sequence[Tensor], random_keys: Sequence[Key], first: int, kernels: KernelSet, work: Workspace
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield (slice, fp32 copies of this slice of each tensor) for each chunk of some bf16 tensors.
 
@@ -59,7 +59,7 @@ def in_fp32(
 
     Args:
         tensors: bf16, 1-D, of equal length.
-        keys: the key of each tensor's random numbers, from :func:`deepspeed.muon.kernels.rounding.key_of`.
+        random_keys: the key of each tensor's random numbers, from :func:`deepspeed.muon.kernels.rounding.key_of`.
         first: index of the random number for the first element of each tensor.
         kernels: the kernels that round.
         work: allocates the copies.
@@ -70,5 +70,5 @@ def in_fp32(
         for copy, tensor in zip(wide, tensors, strict=True):
             copy.copy_(tensor[part])
         yield part, wide
-        for copy, tensor, key in zip(wide, tensors, keys, strict=True):
-            kernels.copy_rounded(tensor[part], copy, key, first + part.start, work)
+        for copy, tensor, random_key in zip(wide, tensors, random_keys, strict=True):
+            kernels.copy_rounded(tensor[part], copy, random_key, first + part.start, work)

@@ -112,16 +112,17 @@ def _in_module_order(model: nn.Module, uses: Mapping[nn.Parameter, Sequence[Use]
     """Return the layers whose weights are in ``uses``, in the order of the model's modules, which tied weights lose."""
     order = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     bodies = _bodies(model)
-    found = [(order[use.name.rpartition(".")[0]], _layer(param, use, bodies)) for param in uses for use in uses[param]]
-    return [layer for _, layer in sorted(found, key=itemgetter(0)) if layer is not None]
+    numbered = [
+        (order[use.name.rpartition(".")[0]], _layer(param, use, bodies)) for param in uses for use in uses[param]
+    ]
+    return [layer for _, layer in sorted(numbered, key=itemgetter(0)) if layer is not None]
 
 
 def _layer(param: nn.Parameter, use: Use, bodies: Mapping[str, str | None]) -> Layer | None:
     """Return the linear layer or convolution that uses ``param`` as its weight; ``None`` for any other module."""
     shape, module = whole_shape(param), use.module
     if is_convolution(module) and len(shape) > 2:
-        groups: Any = module.groups
-        outputs, inputs = shape[0], shape[1] * groups
+        outputs, inputs = shape[0], shape[1] * module.groups
     elif len(shape) == 2 and is_linear_like(module, use.attribute) and not embedding_reason(use):
         axis = output_axis(module)
         outputs, inputs = shape[axis], shape[1 - axis]
@@ -142,7 +143,7 @@ def _taken_inputs(param: nn.Parameter, uses: Sequence[Use]) -> Iterator[int]:
 
 def _returned(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Parameter, str]:
     """Return {weight: reason} for the output layers that the model, or a model inside of it, returns by a method."""
-    found: dict[nn.Parameter, str] = {}
+    reasons: dict[nn.Parameter, str] = {}
     for module in model.modules():
         for name in GETTERS:
             get = getattr(module, name, None)
@@ -154,8 +155,8 @@ def _returned(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Parameter, s
                 if isinstance(head, nn.Module):
                     weights = {*head.parameters()}
                     inside = [layer.param for layer in layers if layer.param in weights]
-                    found |= dict.fromkeys(inside[-1:], f"output head ({name})")
-    return found
+                    reasons |= dict.fromkeys(inside[-1:], f"output head ({name})")
+    return reasons
 
 
 def _named(layers: Sequence[Layer], is_end: Callable[[Layer], bool]) -> dict[nn.Parameter, str]:
@@ -163,20 +164,20 @@ def _named(layers: Sequence[Layer], is_end: Callable[[Layer], bool]) -> dict[nn.
 
     The latter must be the model's last layer, or no other layer may take its outputs.
     """
-    found, last_of = dict[nn.Parameter, str](), dict[str, Layer]()
+    reasons, last_of = dict[nn.Parameter, str](), dict[str, Layer]()
     for layer in layers:
         parts = layer.path.split(".")
         before = list(takewhile(lambda part: part not in NAMES, parts))
         if len(before) == len(parts) - 1 or layer.path in (*TOP_LEVEL_NAMES, "output"):
-            found[layer.param] = f"output head {parts[-1]}"
+            reasons[layer.param] = f"output head {parts[-1]}"
         elif parts[0] in TOP_LEVEL_NAMES:
             last_of[parts[0]] = layer
         elif len(before) < len(parts) and not any(part.isdigit() for part in before):
             last_of[".".join(parts[: len(before) + 1])] = layer
     for layer in last_of.values():
         if layer is layers[-1] or is_end(layer):
-            found.setdefault(layer.param, f"output head {layer.path}")
-    return found
+            reasons.setdefault(layer.param, f"output head {layer.path}")
+    return reasons
 
 
 def _last_of_sequence(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -193,13 +194,13 @@ def _last_of_sequence(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def _counted(model: nn.Module, layers: Sequence[Layer], taken: Counter[int]) -> dict[nn.Parameter, str]:
     """Return {weight: reason} for layers with as many outputs as the model has labels, or a side as it has tokens."""
-    labels = {count for source in _outermost(model) for name in LABELS if (count := first_number(source, (name,))) > 1}
+    labels = {count for owner in _outermost(model) for name in LABELS if (count := first_number(owner, (name,))) > 1}
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     tokens = {first_number(config, ("vocab_size",)) for config in configs.values()}
     in_blocks = {side for layer in layers if layer.is_in_block for side in (layer.outputs, layer.inputs)}
     tokens -= {0, 1} | in_blocks
     by_scorers = Counter(layer.inputs for layer in layers if layer.outputs == 1)  # which rate each label
-    found = {}
+    reasons = {}
     for layer in layers:
         # Detectors have one more output, for "no object".
         is_label = layer.outputs in labels or (layer.outputs - 1 in labels and _WORDS.search(layer.path))
@@ -207,10 +208,10 @@ def _counted(model: nn.Module, layers: Sequence[Layer], taken: Counter[int]) -> 
         if not _has_place(layer):
             continue
         if is_label and (is_outside or taken[layer.outputs] == by_scorers[layer.outputs]):
-            found[layer.param] = f"output head: {layer.outputs} outputs, by the model's number of labels"
+            reasons[layer.param] = f"output head: {layer.outputs} outputs, by the model's number of labels"
         elif tokens & {layer.outputs, layer.inputs}:
-            found[layer.param] = "output head or embedding: one side is the model's vocab_size"
-    return found
+            reasons[layer.param] = "output head or embedding: one side is the model's vocab_size"
+    return reasons
 
 
 def _outermost(model: nn.Module) -> Iterator[Any]:
@@ -266,8 +267,8 @@ def _bodies(model: nn.Module) -> dict[str, str | None]:
 def _is_in_body(path: str, bodies: Mapping[str, str | None]) -> bool | None:
     """Return whether a layer is in the body of the innermost transformers model around it; ``None`` if unknown."""
 
-    def is_inside(folder: str) -> bool:
-        return not folder or path == folder or path.startswith(folder + ".")
+    def is_inside(prefix: str) -> bool:
+        return not prefix or path == prefix or path.startswith(prefix + ".")
 
     around = [model for model in bodies if is_inside(model)]
     body = bodies[max(around, key=len)] if around else None

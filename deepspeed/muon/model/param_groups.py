@@ -36,7 +36,7 @@ class Split:
     sets_learning_rate: bool
 
 
-def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config: MuonConfig) -> Split:
+def split_groups(params: Iterable[Any], specs: Mapping[nn.Parameter, MatrixSpec], config: MuonConfig) -> Split:
     """Split each of the user's parameter groups into "halves": a Muon group and an AdamW group of the optimizer.
 
     Each half stores as ``lr_ratio`` its learning rate divided by the user group's. Frozen parameters and empty halves
@@ -55,8 +55,8 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
     groups = _checked(params) if specs else []  # check_options refuses a frozen model
     halves_of_all, origins, given_lrs = list[dict[str, Any]](), list[tuple[int, ...]](), list[float]()
     for index, group in enumerate(groups):
-        base = group.get("name", f"group{index}" if len(groups) > 1 else "")
-        halves, given_lr = _halves(group, base, f"parameter group {base or index}: ", specs, config)
+        name_prefix = group.get("name", f"group{index}" if len(groups) > 1 else "")
+        halves, given_lr = _halves(group, name_prefix, f"parameter group {name_prefix or index}: ", specs, config)
         origins.append(tuple(range(len(halves_of_all), len(halves_of_all) + len(halves))))
         halves_of_all.extend(halves)
         given_lrs.append(given_lr)
@@ -65,7 +65,7 @@ def split_groups(params: Iterable[Any], specs: Mapping[Any, MatrixSpec], config:
     return Split(halves_of_all, origins, given_lrs, reference, config.sets_learning_rate or bool(own))
 
 
-def _checked(params: Any) -> list[dict[str, Any]]:
+def _checked(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Return ``params`` as a list of parameter groups, after the checks of ``torch.optim.Optimizer``."""
     # Torch refuses a set as the ``params`` of a group, but accepts a frozenset there and a set of all parameters. The
     # order of any set differs between ranks, so all are passed on in the form that torch refuses.
@@ -81,11 +81,11 @@ def _checked(params: Any) -> list[dict[str, Any]]:
 
 
 def _halves(
-    group: Mapping[str, Any], base: str, where: str, specs: Mapping[Any, MatrixSpec], config: MuonConfig
+    group: Mapping[str, Any], name_prefix: str, where: str, specs: Mapping[nn.Parameter, MatrixSpec], config: MuonConfig
 ) -> tuple[list[dict[str, Any]], float]:
     """Split one of the user's groups as :func:`split_groups` does; return (its halves, the user group's learning rate).
 
-    ``base``: prefix of the halves' names, such as ``group0``. ``where``: prefix of error messages.
+    ``name_prefix``: of the names of the halves, such as ``group0``. ``where``: prefix of error messages.
     """
     members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
@@ -94,29 +94,36 @@ def _halves(
             "the model's current parameters"
         )
     keys = [key for key in group if key not in ("params", "name", "moe")]
-    own = {key: group[key] for key in keys if not is_user_data(key, group[key])}
-    users = {key: group[key] for key in keys if key not in own}
+    overrides = {key: group[key] for key in keys if not is_user_data(key, group[key])}
+    users = {key: group[key] for key in keys if key not in overrides}
     names = users.get("param_names") or ()
     name_of = dict(zip(group["params"], names, strict=True)) if len(names) == len(group["params"]) else {}
-    settings = config.for_group(own, where) if own else config
+    settings = config.for_group(overrides, where) if overrides else config
     reference = settings.reference_lr
     halves = []
     for experts in sorted({expert_group(param) for param in members}):
-        for use_muon, label, values in ((True, "muon", settings.muon_group()), (False, "adam", settings.adam_group())):
+        for use_muon, label, of_half in (
+            (True, "muon", settings.muon_group()),
+            (False, "adam", settings.adam_group()),
+        ):
             half = [p for p in members if specs[p].use_muon is use_muon and expert_group(p) == experts]
             if not half:
                 continue
-            ratio = values["lr"] / reference if reference else 1.0
+            ratio = of_half["lr"] / reference if reference else 1.0
             if users.get("initial_lr") is not None:
                 users["initial_lr"] = group["initial_lr"] * ratio
             if name_of:
                 users["param_names"] = [name_of[param] for param in half]
             # ZeRO finds experts and their process group by these keys, so the experts of a process group get their own
             # halves.
-            marks = {"name": experts, "moe": True} if experts else {"name": f"{base}-{label}" if base else label}
+            marks = (
+                {"name": experts, "moe": True}
+                if experts
+                else {"name": f"{name_prefix}-{label}" if name_prefix else label}
+            )
             ours = {"lr_ratio": ratio, "use_muon": use_muon, **marks}
             # Muon groups have betas, without effect, because torch's schedulers cycle the betas of every group.
-            halves.append({"params": half, **users, "betas": settings.betas, **values, **ours})
+            halves.append({"params": half, **users, "betas": settings.betas, **of_half, **ours})
     return halves, reference
 
 
@@ -149,21 +156,23 @@ LARGEST_EPS, LARGEST_LR, LARGEST_DECAY = 1e-2, 10.0, 1.0
 
 def warn_of_odd_settings(groups: Iterable[Mapping[str, Any]]) -> None:
     """Log one warning that names all settings in the groups that are allowed but probably mistakes."""
-    found = []
+    oddities = []
     for group in groups:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         if lr > LARGEST_LR:
-            found.append(f"lr {lr:g}, more than {LARGEST_LR:g}: a step moves weights by that much")
+            oddities.append(f"lr {lr:g}, more than {LARGEST_LR:g}: a step moves weights by that much")
         if lr * decay > LARGEST_DECAY:
-            found.append(f"lr {lr:g} x weight_decay {decay:g}, more than 1: a step changes the sign of weights")
+            oddities.append(f"lr {lr:g} x weight_decay {decay:g}, more than 1: a step changes the sign of weights")
         if not group["use_muon"] and group["eps"] > LARGEST_EPS:
-            found.append(f"eps {group['eps']:g}, more than {LARGEST_EPS:g}: parameters that AdamW updates hardly move")
+            oddities.append(
+                f"eps {group['eps']:g}, more than {LARGEST_EPS:g}: parameters that AdamW updates hardly move"
+            )
         if not group["use_muon"] and beta1 > beta2:
-            found.append(f"betas {[beta1, beta2]}, the first above the second: they may be swapped")
-    if found:
+            oddities.append(f"betas {[beta1, beta2]}, the first above the second: they may be swapped")
+    if oddities:
         logger.warning(
             "deepspeed-muon: unusual settings, probably mistakes (training continues with them): %s",
-            "; ".join(dict.fromkeys(found)),
+            "; ".join(dict.fromkeys(oddities)),
         )
 
 
@@ -193,9 +202,9 @@ def check_decay_rates(group: Mapping[str, Any]) -> None:
     """Raise MuonConfigError if a schedule or script has set a group's ``momentum`` or ``betas`` outside of [0, 1)."""
     key, values = ("momentum", (group["momentum"],)) if group["use_muon"] else ("betas", group["betas"])
     if not all(0 <= value < 1 for value in values):
-        found = ", ".join(f"{value:g}" for value in values)
+        numbers = ", ".join(f"{value:g}" for value in values)
         raise MuonConfigError(
-            f"parameter group {group['name']}: {key}: a schedule or the script has set it to {found}; "
+            f"parameter group {group['name']}: {key}: a schedule or the script has set it to {numbers}; "
             "expected numbers from 0 to below 1; in DeepSpeed's OneCycle set scheduler.params.decay_mom_rate to 0"
         )
 
@@ -348,12 +357,12 @@ class UserGroup(UserDict):
         if key == "params":
             return [param for half in self._halves for param in half["params"]]
         if key in RATES:
-            found = [half[key] / half["lr_ratio"] for half in self._halves if half["lr_ratio"] and key in half]
+            values = [half[key] / half["lr_ratio"] for half in self._halves if half["lr_ratio"] and key in half]
         elif key in HALF_OF:
-            found = [half[key] for half in self._halves if half["use_muon"] is HALF_OF[key]]
+            values = [half[key] for half in self._halves if half["use_muon"] is HALF_OF[key]]
         else:
-            found = [half[key] for half in self._halves if key in half and key not in self.data]
-        return found[0] if found else self.data[key]
+            values = [half[key] for half in self._halves if key in half and key not in self.data]
+        return values[0] if values else self.data[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self.data or any(key in half for half in self._halves)

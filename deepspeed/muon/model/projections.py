@@ -30,20 +30,20 @@ GATED_CLASSES = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
 
 #: Field of :class:`Heads` -> attribute names of modules and configs; below, those of linear attention.
 _NAMES = {
-    "queries": ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads"),
-    "keys": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups"),
+    "query_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads"),
+    "key_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_heads", "num_query_groups"),
     "width": ("head_dim", "d_kv", "head_size", "kv_channels"),
-    "nope": ("qk_nope_head_dim",),
-    "rope": ("qk_rope_head_dim",),
-    "value": ("v_head_dim",),
+    "nope_width": ("qk_nope_head_dim",),
+    "rope_width": ("qk_rope_head_dim",),
+    "value_width": ("v_head_dim",),
 }
 _VALUES = ("num_v_heads",)
 _NAMES_IN_LINEAR = {
-    "queries": ("num_k_heads",),
-    "keys": ("num_k_heads",),
+    "query_heads": ("num_k_heads",),
+    "key_heads": ("num_k_heads",),
     "width": ("head_k_dim",),
-    "value": ("head_v_dim",),
-    "values": _VALUES,
+    "value_width": ("head_v_dim",),
+    "value_heads": _VALUES,
 }
 _SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
 #: Attributes that only linear attention has: of its decay and of its convolution.
@@ -53,23 +53,26 @@ _LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
 class Heads(NamedTuple):
     """The numbers of heads of an attention module, and their widths (outputs of one head); 0 means unknown.
 
-    ``queries``, ``keys``: number of query heads and of key-value heads. ``width``: width of a query or key head.
-    ``nope``, ``rope``: in latent attention, the widths of a query's parts without and with rotary position. ``value``:
-    width of a value head; 0 means ``width``. ``values``: number of value heads in linear attention; 0 means ``keys``.
+    ``query_heads``, ``key_heads``: number of query heads and of key-value heads. ``width``: that of a query or key
+    head. ``nope_width``, ``rope_width``: in latent attention, the widths of a query's parts without and with rotary
+    position. ``value_width``: width of a value head; 0 means ``width``. ``value_heads``: number of value heads in
+    linear attention; 0 means ``key_heads``.
     """
 
-    queries: int
-    keys: int
+    query_heads: int
+    key_heads: int
     width: int = 0
-    nope: int = 0
-    rope: int = 0
-    value: int = 0
-    values: int = 0
+    nope_width: int = 0
+    rope_width: int = 0
+    value_width: int = 0
+    value_heads: int = 0
 
     def __str__(self) -> str:
-        latent = f", latent widths {self.nope} + {self.rope} and {self.value}" if self.nope else ""
-        values = f", {self.values} value heads of width {self.value}" if self.values else ""
-        return f"{self.queries} query and {self.keys} key-value heads of width {self.width}{latent}{values}"
+        latent = (
+            f", latent widths {self.nope_width} + {self.rope_width} and {self.value_width}" if self.nope_width else ""
+        )
+        values = f", {self.value_heads} value heads of width {self.value_width}" if self.value_heads else ""
+        return f"{self.query_heads} query and {self.key_heads} key-value heads of width {self.width}{latent}{values}"
 
 
 def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
@@ -81,18 +84,18 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     """
     config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
     own, stated = _numbers(attention), _numbers(config)
-    if own.queries and own.queries != stated.queries:
+    if own.query_heads and own.query_heads != stated.query_heads:
         config, stated = None, Heads(0, 0)
-    queries = own.queries or stated.queries
+    queries = own.query_heads or stated.query_heads
     if not queries:
         return None
     groups = first_number(attention, ("num_key_value_groups",))
     # A module that has an attribute for its query heads and none for key heads has as many key heads as query heads.
-    keys = own.keys or (queries // groups if groups else own.queries or stated.keys or queries)
-    shares = (first_number(source, _SIZES) // queries for source in (attention, config))
+    keys = own.key_heads or (queries // groups if groups else own.query_heads or stated.key_heads or queries)
+    shares = (first_number(module_or_config, _SIZES) // queries for module_or_config in (attention, config))
     width = own.width or stated.width or next(filter(None, shares), 0)
-    rest = {name: getattr(own, name) or getattr(stated, name) for name in ("nope", "rope", "value", "values")}
-    return Heads(queries, keys, width, **rest)
+    names = ("nope_width", "rope_width", "value_width", "value_heads")
+    return Heads(queries, keys, width, **{name: getattr(own, name) or getattr(stated, name) for name in names})
 
 
 def is_linear_attention(attention: nn.Module) -> bool:
@@ -110,16 +113,16 @@ def _config_of(module: nn.Module) -> Any:
         return None
 
 
-def _numbers(source: Any) -> Heads:
-    names = _NAMES_IN_LINEAR if first_number(source, _VALUES) else _NAMES
-    return Heads(**{number: first_number(source, found) for number, found in names.items()})
+def _numbers(module_or_config: Any) -> Heads:
+    names_of = _NAMES_IN_LINEAR if first_number(module_or_config, _VALUES) else _NAMES
+    return Heads(**{field: first_number(module_or_config, names) for field, names in names_of.items()})
 
 
-def first_number(source: Any, names: Sequence[str]) -> int:
-    """Return the first of the attributes ``names`` that is a positive whole number in ``source``; 0 if none is."""
+def first_number(module_or_config: Any, names: Sequence[str]) -> int:
+    """Return the first of the attributes ``names`` that is a positive whole number; 0 if none is."""
     for name in names:
         try:
-            value = getattr(source, name, None)
+            value = getattr(module_or_config, name, None)
         except RuntimeError:  # transformers raises it for a number that differs between layers
             continue
         if type(value) is int and value > 0:
@@ -163,25 +166,25 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
     """Yield the widths of the matrices in each possible split: ``(64, 64)``. ``per_query``: matrices per query head."""
     if leaf in LATENT:
-        yield (heads.nope, heads.value) * heads.queries
+        yield (heads.nope_width, heads.value_width) * heads.query_heads
     elif leaf in QUERIES:
-        count = heads.queries * per_query
+        count = heads.query_heads * per_query
         yield (heads.width or outputs // count,) * count
-        if heads.nope:
-            yield (heads.nope + heads.rope,) * count
+        if heads.nope_width:
+            yield (heads.nope_width + heads.rope_width,) * count
     elif leaf in FUSED_WITH_GATES:
-        values = (heads.value,) * (2 * heads.values // heads.keys)
-        yield ((heads.width,) * 2 + values) * heads.keys
-    elif heads.values and leaf not in KEYS:
-        queries_and_keys = (heads.width,) * (2 * heads.keys if leaf in FUSED else 0)
-        yield queries_and_keys + (heads.value,) * heads.values
+        values = (heads.value_width,) * (2 * heads.value_heads // heads.key_heads)
+        yield ((heads.width,) * 2 + values) * heads.key_heads
+    elif heads.value_heads and leaf not in KEYS:
+        queries_and_keys = (heads.width,) * (2 * heads.key_heads if leaf in FUSED else 0)
+        yield queries_and_keys + (heads.value_width,) * heads.value_heads
     else:
-        count = heads.queries + 2 * heads.keys if leaf in FUSED else heads.keys
+        count = heads.query_heads + 2 * heads.key_heads if leaf in FUSED else heads.key_heads
         yield (heads.width or outputs // count,) * count
         if leaf not in FUSED:
             yield (heads.width,)  # one that all queries share
-        if leaf in VALUES and heads.value:
-            yield (heads.value,) * heads.keys
+        if leaf in VALUES and heads.value_width:
+            yield (heads.value_width,) * heads.key_heads
 
 
 #: Weights with the queries of all heads first, then all keys, then all values. A name alone does not always tell the
@@ -239,18 +242,18 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
         raise ValueError(f"it is unknown how {name} of {type(owner).__name__} orders queries, keys and values")
     heads = heads_of(owner, model)
     if heads:
-        queries, keys = heads.queries * heads.width, heads.keys * heads.width
-        values = heads.values * heads.value or keys
-        per_key = heads.queries // heads.keys * heads.width
-        if is_grouped and outputs == queries + 2 * keys and heads.queries % heads.keys == 0:
-            return Cut((per_key, heads.width, heads.width), axis, heads.keys), QKV
+        queries, keys = heads.query_heads * heads.width, heads.key_heads * heads.width
+        values = heads.value_heads * heads.value_width or keys
+        per_key = heads.query_heads // heads.key_heads * heads.width
+        if is_grouped and outputs == queries + 2 * keys and heads.query_heads % heads.key_heads == 0:
+            return Cut((per_key, heads.width, heads.width), axis, heads.key_heads), QKV
         # In Megatron-core's attention, gates may follow the queries of each key head, one gate per query.
         has_gates = getattr(getattr(owner, "config", None), "attention_output_gate", False) is True
         if is_grouped and outputs == 2 * (queries + keys) and has_gates:
-            return Cut((per_key, per_key, heads.width, heads.width), axis, heads.keys), GATED_QKV
+            return Cut((per_key, per_key, heads.width, heads.width), axis, heads.key_heads), GATED_QKV
         if not is_grouped and outputs == queries + keys + values:
             return Cut((queries, keys, values), axis), QKV
-    if outputs == 3 * inputs and not is_grouped and not (heads and heads.values):
+    if outputs == 3 * inputs and not is_grouped and not (heads and heads.value_heads):
         return Cut((inputs,) * 3, axis), QKV
     raise _misfit(name, outputs)
 
@@ -258,19 +261,20 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
 def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str]:
     """Return (split, text) as :func:`cut_fused` does, for a weight in which projections alternate from head to head."""
     sizes: tuple[int, ...]
-    per_key = heads.values // heads.keys if heads.values and heads.values % heads.keys == 0 else 0
+    divides = heads.value_heads > 0 and heads.value_heads % heads.key_heads == 0
+    per_key = heads.value_heads // heads.key_heads if divides else 0
     if name in LATENT:
-        sizes, groups, parts = (heads.nope, heads.value), heads.queries, KV
+        sizes, groups, projections = (heads.nope_width, heads.value_width), heads.query_heads, KV
     elif name in QUERIES:
-        sizes, groups, parts = (heads.width,) * 2, heads.queries, GATED_Q
+        sizes, groups, projections = (heads.width,) * 2, heads.query_heads, GATED_Q
     elif name in STEPS_AND_DECAYS:
-        sizes, groups, parts = (per_key,) * 2, heads.keys, STEPS
+        sizes, groups, projections = (per_key,) * 2, heads.key_heads, STEPS
     else:
-        values = per_key * heads.value
-        sizes, groups, parts = (heads.width, heads.width, values, values), heads.keys, GATED_QKV
+        values = per_key * heads.value_width
+        sizes, groups, projections = (heads.width, heads.width, values, values), heads.key_heads, GATED_QKV
     if all(sizes) and sum(sizes) * groups == outputs:
-        return Cut(sizes, axis, groups), parts
-    raise _misfit(name, outputs, parts)
+        return Cut(sizes, axis, groups), projections
+    raise _misfit(name, outputs, projections)
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
@@ -319,26 +323,26 @@ def _gate_up_axis(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
     return 1 if tuple(down) == (cols // 2, rows) and cols % 2 == 0 else None
 
 
-def _misfit(name: str, outputs: int, parts: str = QKV) -> ValueError:
+def _misfit(name: str, outputs: int, projections: str = QKV) -> ValueError:
     return ValueError(
-        f"{name} has {outputs} outputs, but {parts} need another number, according to the attention module and the "
-        "config"
+        f"{name} has {outputs} outputs, but {projections} need another number, according to the attention module and "
+        "the config"
     )
 
 
-def is_pipeline(model: Any) -> bool:
+def is_pipeline(model: nn.Module) -> bool:
     """Return whether the model is one stage of a DeepSpeed pipeline (PipelineModule), possibly the only stage."""
     return callable(getattr(model, "num_pipeline_stages", None))
 
 
-def stage_of(model: Any) -> int:
+def stage_of(model: nn.Module) -> int:
     """Return the index of the pipeline stage that the model is; 0 if the model is not part of a pipeline."""
-    return model.stage_id if is_pipeline(model) else 0
+    return model.stage_id if is_pipeline(model) else 0  # type: ignore[return-value]
 
 
-def stages_of(model: Any) -> int:
+def stages_of(model: nn.Module) -> int:
     """Return the number of stages of the model's pipeline; 1 if the model is not part of a pipeline."""
-    return model.num_pipeline_stages() if is_pipeline(model) else 1
+    return model.num_pipeline_stages() if is_pipeline(model) else 1  # type: ignore[operator]
 
 
 def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:

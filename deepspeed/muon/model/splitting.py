@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from torch import nn
 
@@ -50,7 +50,7 @@ def is_linear_like(module: nn.Module, attribute: str) -> bool:
     return isinstance(module, nn.Linear) or has_features or bool(_LINEAR_LIKE.search(type(module).__name__))
 
 
-def is_convolution(module: nn.Module) -> bool:
+def is_convolution(module: nn.Module) -> TypeGuard[nn.Conv1d | nn.Conv2d | nn.Conv3d]:
     """Return whether the module is a convolution, with a weight ``[out, in, *kernel]``."""
     return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
@@ -322,7 +322,7 @@ def lora_factors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[
         shapes: {name: shape before any sharding} of all parameters of the model, frozen ones too.
     """
     modules: dict[str, nn.Module] | None = None
-    found = {}
+    factors = {}
     for name, shape in shapes.items():
         match = _FACTOR.match(name)
         if match is None:
@@ -334,13 +334,13 @@ def lora_factors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[
             continue
         is_b = side in _B
         if len(shape) != 2 or len(other) != 2:
-            found[name] = Factor(is_b, min(shape, default=0))
+            factors[name] = Factor(is_b, min(shape, default=0))
             continue
-        a, b = (other, shape) if is_b else (shape, other)
+        shape_a, shape_b = (other, shape) if is_b else (shape, other)
         modules = modules or dict(model.named_modules(remove_duplicate=False))
         owner = _owner(name[: match.start("side")], modules)
-        found[name] = _factor(is_b, a, b, owner)
-    return found
+        factors[name] = _factor(is_b, shape_a, shape_b, owner)
+    return factors
 
 
 def _owner(prefix: str, modules: Mapping[str, nn.Module]) -> nn.Module:
@@ -351,20 +351,20 @@ def _owner(prefix: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     return modules[path]
 
 
-def _factor(is_b: bool, a: Sequence[int], b: Sequence[int], owner: nn.Module) -> Factor:
-    """Return the factor of ``owner`` whose pair has the shapes ``a`` and ``b``."""
-    experts, (outputs, columns) = getattr(owner, "num_experts", 1), b
-    if type(experts) is int and experts > 1 and a[0] == columns and columns % experts == 0:
+def _factor(is_b: bool, shape_a: Sequence[int], shape_b: Sequence[int], owner: nn.Module) -> Factor:
+    """Return the factor of ``owner`` whose pair has the shapes ``shape_a`` and ``shape_b``."""
+    experts, (outputs, columns) = getattr(owner, "num_experts", 1), shape_b
+    if type(experts) is int and experts > 1 and shape_a[0] == columns and columns % experts == 0:
         # PEFT's adapters of stacked experts: expert e has rows [e r, e r + r) of A, and columns e, e + E, ... of B.
         rank = columns // experts
         if is_b:
-            blocks = [Block(e, outputs, rank, columns, step=experts) for e in range(experts)]
+            blocks = [Block(e, outputs, rank, columns, column_stride=experts) for e in range(experts)]
         else:
-            blocks = [Block(e * rank * a[1], rank, a[1], a[1]) for e in range(experts)]
+            blocks = [Block(e * rank * shape_a[1], rank, shape_a[1], shape_a[1]) for e in range(experts)]
         return Factor(is_b, rank, tuple(blocks))
-    count = a[0] // columns
-    if count < 2 or a[0] % columns:
-        return Factor(is_b, columns if a[0] == columns else min(b if is_b else a))
+    count = shape_a[0] // columns
+    if count < 2 or shape_a[0] % columns:
+        return Factor(is_b, columns if shape_a[0] == columns else min(shape_b if is_b else shape_a))
     # A fused projection whose parts have an adapter each, below each other in A and in B (loralib, LitGPT).
     sizes = list(_part_sizes(owner, outputs, count))
     if not sizes:
@@ -372,7 +372,7 @@ def _factor(is_b: bool, a: Sequence[int], b: Sequence[int], owner: nn.Module) ->
             is_b, columns, why_whole=f"it is unknown how its rows belong to {count} adapters of rank {columns}"
         )
     starts = [sum(sizes[:i]) for i in range(count)]
-    width = columns if is_b else a[1]
+    width = columns if is_b else shape_a[1]
     rows = zip(starts, sizes, strict=True) if is_b else ((i * columns, columns) for i in range(count))
     return Factor(is_b, columns, tuple(Block(start * width, size, width, width) for start, size in rows))
 

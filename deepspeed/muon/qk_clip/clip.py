@@ -48,36 +48,36 @@ class QKClip:
 
     Args:
         options: the value of the config key ``qk_clip``.
-        layers: {attention module: its heads}, from :func:`deepspeed.muon.qk_clip.query_keys.attention_layers`.
-        names: {parameter: its name}.
-        step: function that returns the number of steps done, the seed of sampled logits and of random rounding.
+        attentions: {attention module: its heads}, from :func:`deepspeed.muon.qk_clip.query_keys.attention_layers`.
+        name_of: {parameter: its name}.
+        steps_done: function that returns the number of steps done, the seed of sampled logits and of random rounding.
     """
 
     def __init__(
         self,
         options: ClipOptions,
-        layers: Mapping[nn.Module, Attention],
-        names: Mapping[nn.Parameter, str],
-        step: Callable[[], int],
+        attentions: Mapping[nn.Module, Attention],
+        name_of: Mapping[nn.Parameter, str],
+        steps_done: Callable[[], int],
     ) -> None:
         self._options = options
         #: The attention layers, in the order of the model.
-        self.layers = list(layers.values())
+        self.layers = list(attentions.values())
         self._params = [param for layer in self.layers for param in layer.weights]
         self._weights = {
-            names[param]: (layer.name, weights) for layer in self.layers for param, weights in layer.weights.items()
+            name_of[param]: (layer.name, weights) for layer in self.layers for param, weights in layer.weights.items()
         }
         #: Names of the parameters that no rank trains in this step; equal on all ranks that train the same layers.
         self._frozen: set[str] = set()
-        self._step = step
+        self._steps_done = steps_done
         # Imported here because torch's causal masks load its compiler, which takes a second.
         from deepspeed.muon.qk_clip.watch import AttentionWatch, remove_hooks
 
-        self.watch = AttentionWatch(layers, options.logits, step)
+        self.watch = AttentionWatch(attentions, options.logits, steps_done)
         # Of the handles only: the watch leads to the model, whose parameters may lead to this object.
         #: Removes the hooks from the model, at the latest when this object is gone.
         self.close = weakref.finalize(self, remove_hooks, self.watch.hooks)
-        self._parts: dict[Tensor, list[_HeadPart]] = {}
+        self._head_parts: dict[Tensor, list[_HeadPart]] = {}
         self._group: Any = None
         self._device = torch.device("cpu")
         self._factors: dict[str, Factors] = {}
@@ -97,12 +97,12 @@ class QKClip:
         the same layers; ``None``: all ranks. ``device``: the device on which :meth:`begin_step` calls its collective.
         """
         self._group, self._device = group, device
-        self._parts.clear()
+        self._head_parts.clear()
         for partition in partitions:
             for shard, start, stop, position in partition.pieces():
                 parameter, at = shard.spec.name, position - start
                 layer, weights = self._weights.get(parameter, ("", ()))
-                self._parts.setdefault(partition.tensors[shard.tensor], []).extend(
+                self._head_parts.setdefault(partition.tensors[shard.tensor], []).extend(
                     _HeadPart(parameter, layer, role, head, piece._replace(element=at + piece.element))
                     for role, head, block in weights
                     for piece in block.pieces(start, stop)
@@ -118,18 +118,18 @@ class QKClip:
             UnsupportedError: a layer ran but its logits could not be observed, or no layer was observed before the
                 first step. It is raised on all ranks that train these layers.
         """
-        count = sum(layer.queries for layer in self.layers)
+        count = sum(layer.query_heads for layer in self.layers)
         # One collective for all: 1 + index of a layer that cannot be observed, the logits of all heads, who is trained.
         logits = torch.full((1 + count + len(self._params),), -math.inf, dtype=torch.float32, device="cpu")
         logits[0] = max((1 + i for i, layer in enumerate(self.layers) if layer.name in self.watch.missed), default=0)
-        at, places, found = 1, [], []
+        at, places, largest_of_layers = 1, [], []
         for layer in self.layers:
             if (of_heads := self.watch.largest.get(layer.name)) is not None:
                 places += [at + head for head in layer.local_heads]
-                found.append(of_heads)
-            at += layer.queries
-        if found:
-            logits[places] = torch.cat(found).cpu()  # one copy to the host for all layers
+                largest_of_layers.append(of_heads)
+            at += layer.query_heads
+        if largest_of_layers:
+            logits[places] = torch.cat(largest_of_layers).cpu()  # one copy to the host for all layers
         trained = [float(param.requires_grad) for param in self._params]
         logits[1 + count :] = torch.tensor(trained, dtype=torch.float32, device="cpu")
         # The maximum of a number and NaN differs between backends of the collective, so NaN becomes infinite.
@@ -145,8 +145,8 @@ class QKClip:
         self._frozen = {name for name, trained in zip(self._weights, flat[count:], strict=True) if not trained}
         values, self.largest = iter(flat), {}
         for layer in self.layers:
-            heads = [next(values) for _ in range(layer.queries)]
-            self._factors[layer.name] = clip_factors(heads, layer.keys, self._options.tau, self._options.alpha)
+            heads = [next(values) for _ in range(layer.query_heads)]
+            self._factors[layer.name] = clip_factors(heads, layer.key_heads, self._options.tau, self._options.alpha)
             if max(heads) > -math.inf:
                 self.largest[layer.name] = max(heads)
         self._was_seen |= bool(self.largest)
@@ -178,7 +178,7 @@ class QKClip:
         """
         scaled = []
         for tensor in tensors:
-            for part in self._parts.get(tensor, ()):
+            for part in self._head_parts.get(tensor, ()):
                 factor = getattr(self._factors[part.layer], part.role)[part.head]
                 if factor < 1 and part.parameter not in self._frozen:
                     scaled.append((tensor, part, factor))
@@ -191,7 +191,7 @@ class QKClip:
             whole = tensor.view(-1)[piece.element :]
             weights = torch.as_strided(whole, (piece.rows, piece.cols), (piece.stride, 1))
             if tensor.dtype == torch.bfloat16:
-                key = key_of(f"{part.layer} {part.role} {part.head}", self._step())
+                key = key_of(f"{part.layer} {part.role} {part.head}", self._steps_done())
                 wide, rounded = (weights.float() * factor).view(-1), torch.empty_like(weights).view(-1)
                 kernels.copy_rounded(rounded, wide, key, 0, work)
                 weights.copy_(rounded.view(weights.shape))

@@ -66,9 +66,9 @@ class Visible:
             return torch.full((queries,), keys - 1, dtype=torch.int64, device="cpu")
         return (torch.arange(queries, dtype=torch.int64, device="cpu") + self.shift + self._after).clamp(max=keys - 1)
 
-    def keys_needed(self, query: int, keys: int) -> int:
-        """Return n, from 1 to ``keys``, such that the queries 0 to ``query`` see only keys among the first n."""
-        return keys if self._after < 0 else min(keys, max(1, query + self.shift + self._after + 1))
+    def keys_needed(self, last_query: int, keys: int) -> int:
+        """Return n, from 1 to ``keys``, such that the queries 0 to ``last_query`` see only keys among the first n."""
+        return keys if self._after < 0 else min(keys, max(1, last_query + self.shift + self._after + 1))
 
     def seen_by(self, queries: Tensor, keys: int) -> Tensor | None:
         """Return which of the first ``keys`` keys the queries see; ``None``, all of them, if there is no condition.
@@ -76,23 +76,23 @@ class Visible:
         ``queries``: indices of the queries, int64, 1-D. The result is a bool mask, True for a key that is seen. It can
         be broadcast to ``[batch, heads, queries, keys]``.
         """
-        found = []
+        conditions = []
         distance = torch.arange(keys, dtype=torch.int64, device=queries.device) - queries[:, None] - self.shift
         if self._after >= 0:
-            found.append(distance <= self._after)
+            conditions.append(distance <= self._after)
         if self.window[0] >= 0:
-            found.append(distance >= -self.window[0])
+            conditions.append(distance >= -self.window[0])
         if self.documents is not None:
-            found.append(self.documents[0][queries, None] == self.documents[1][:keys])
+            conditions.append(self.documents[0][queries, None] == self.documents[1][:keys])
         if self.mask is not None:
             mask = self.mask[(None,) * (4 - self.mask.ndim)]
             mask = mask[:, :, queries if mask.size(2) > 1 else slice(None), :keys]
-            found.append(mask if mask.dtype == torch.bool else mask > HIDDEN)
-        return functools.reduce(torch.bitwise_and, found) if found else None
+            conditions.append(mask if mask.dtype == torch.bool else mask > HIDDEN)
+        return functools.reduce(torch.bitwise_and, conditions) if conditions else None
 
 
 def largest_logits(
-    query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step: int = 0
+    query: Tensor, key: Tensor, scale: float, visible: Visible, mode: str = "exact", step_number: int = 0
 ) -> Tensor:
     """Return the largest attention logit of each query head, fp32 ``[heads]``; ``-inf`` for a head that sees no key.
 
@@ -106,7 +106,7 @@ def largest_logits(
             :data:`SHARE`-th query, so the result may be too small. ``bound``: ``scale`` times the largest product of a
             query's norm and a key's norm, so the result may be too large. ``auto``: ``exact`` up to :data:`MAX_EXACT`
             logits, otherwise ``sampled``.
-        step: number of the training step, which decides which queries ``sampled`` takes.
+        step_number: number of the training step, which decides which queries ``sampled`` takes.
     """
     batch, heads, count, _ = query.shape
     keys = key.size(2)
@@ -118,7 +118,7 @@ def largest_logits(
     if mode == "bound" and visible.is_prefix:
         return _bound_of_prefixes(query, key, visible) * scale
     share = min(SHARE, count) if mode == "sampled" else 1
-    positions = range(step % share, count, share)
+    positions = range(step_number % share, count, share)
     together = max(1, CHUNK // (batch * heads * keys))
     for start in range(0, len(positions), together):
         chosen = positions[start : start + together]
@@ -168,7 +168,7 @@ class Factors(NamedTuple):
     rotary: list[float]
 
 
-def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -> Factors:
+def clip_factors(logits: Sequence[float], key_heads: int, tau: float, alpha: float) -> Factors:
     """Return the factors that scale logits above ``tau`` down to ``tau``, and leave smaller ones as they are.
 
     To multiply a head's logits by g = tau / logit, its queries are multiplied by g^alpha and its keys by g^(1 - alpha).
@@ -177,10 +177,10 @@ def clip_factors(logits: Sequence[float], keys: int, tau: float, alpha: float) -
 
     Args:
         logits: the largest logit of each query head. A head whose logit is not finite is not clipped.
-        keys: number of key heads.
+        key_heads: number of key heads.
         alpha: the queries' share of the scaling: 0 scales only keys, 1 only queries.
     """
     gains = [tau / logit if tau < logit < math.inf else 1.0 for logit in logits]
-    per_key = len(gains) // keys
+    per_key = len(gains) // key_heads
     shared = [min(gains[i : i + per_key]) for i in range(0, len(gains), per_key)]
     return Factors([gain**alpha for gain in gains], [gain ** (1 - alpha) for gain in shared], gains)

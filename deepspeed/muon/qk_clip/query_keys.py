@@ -65,14 +65,14 @@ class Attention:
 
     Args:
         name: name of the module.
-        queries, keys: numbers of query heads and key heads on all tensor-parallel ranks together.
+        query_heads, key_heads: numbers of query heads and key heads on all tensor-parallel ranks together.
         local_heads: indices of the query heads whose weights this tensor-parallel rank has.
         weights: {parameter: where each head's weights are in it}; only heads whose weights this rank has.
     """
 
     name: str
-    queries: int
-    keys: int
+    query_heads: int
+    key_heads: int
     local_heads: tuple[int, ...]
     weights: Mapping[nn.Parameter, tuple[HeadWeights, ...]]
 
@@ -87,14 +87,14 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
             not scale its logits, some of its queries or keys are frozen, or it shares weights with another module.
     """
     trained = {param for param in model.parameters() if param.requires_grad} if trained is None else set(trained)
-    found: dict[nn.Module, Attention] = {}
+    attentions: dict[nn.Module, Attention] = {}
     problems: dict[str, str] = {}
     for name, module in model.named_modules():
         projections = _projections(module)
         if not any(param in trained for p in projections.values() for param in p.parameters()):
             continue
         try:
-            found[module] = _attention(name, module, projections, model, trained)
+            attentions[module] = _attention(name, module, projections, model, trained)
         except ValueError as error:
             problems.setdefault(str(error), name)
     for name, module in model.named_modules():
@@ -105,13 +105,13 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
         raise MuonConfigError(
             f"optimizer.params.qk_clip: remove this key, because QK-clip cannot act on these attention layers: {texts}"
         )
-    shared = [param for layer in found.values() for param in layer.weights]
+    shared = [param for layer in attentions.values() for param in layer.weights]
     if len(set(shared)) < len(shared):
         raise MuonConfigError(
             "optimizer.params.qk_clip: remove this key, because QK-clip cannot act on attention layers that share "
             "weights"
         )
-    return found
+    return attentions
 
 
 def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool:
@@ -153,7 +153,7 @@ def _attention(
         )
     latent = any(leaf.lower() in LATENT for leaf in projections)
     weights: dict[nn.Parameter, tuple[HeadWeights, ...]] = {}
-    keys = heads.queries
+    keys = heads.query_heads
     for leaf, projection in projections.items():
         for attribute, param in projection.named_parameters():
             if attribute not in ("weight", "bias"):
@@ -171,12 +171,12 @@ def _attention(
         for attribute, param in projection.named_parameters():
             axis = output_axis(projection) if attribute == "weight" else 0
             weights[param] = tuple(_local_weights(param, parts, axis, projection))
-    if heads.queries % keys:
+    if heads.query_heads % keys:
         raise ValueError(
-            f"the number of query heads, {heads.queries}, is not a multiple of the number of key heads, {keys}"
+            f"the number of query heads, {heads.query_heads}, is not a multiple of the number of key heads, {keys}"
         )
     local = sorted({w.head for of_param in weights.values() for w in of_param if w.role == "query"})
-    return Attention(name, heads.queries, keys, tuple(local), weights)
+    return Attention(name, heads.query_heads, keys, tuple(local), weights)
 
 
 def _parts(
@@ -188,25 +188,26 @@ def _parts(
     ``latent``: whether the module computes latent attention.
     """
     shape, axis = whole_shape(projection.weight), output_axis(projection)
-    kind, outputs = leaf.lower(), shape[axis]
+    kind, outputs, parts = leaf.lower(), shape[axis], list[_Outputs]()
     if kind in LATENT:
-        parts = [_Outputs(heads.nope, "key", h) for h in range(heads.queries)]
-        found = [p for part in parts for p in (part, _Outputs(heads.value))]
+        for h in range(heads.query_heads):
+            parts += [_Outputs(heads.nope_width, "key", h), _Outputs(heads.value_width)]
     elif kind in QUERIES and latent:
-        pairs = ((_Outputs(heads.nope, "query", h), _Outputs(heads.rope, "rotary", h)) for h in range(heads.queries))
-        found = [part for pair in pairs for part in pair]
+        for h in range(heads.query_heads):
+            parts += [_Outputs(heads.nope_width, "query", h), _Outputs(heads.rope_width, "rotary", h)]
     elif kind in QUERIES:
-        found = [_Outputs(heads.width or outputs // heads.queries, "query", h) for h in range(heads.queries)]
+        width = heads.width or outputs // heads.query_heads
+        parts = [_Outputs(width, "query", h) for h in range(heads.query_heads)]
     elif kind in KEYS:
-        width = heads.width or outputs // heads.keys
-        found = [_Outputs(width, "key", h) for h in range(1 if outputs == width else heads.keys)]
+        width = heads.width or outputs // heads.key_heads
+        parts = [_Outputs(width, "key", h) for h in range(1 if outputs == width else heads.key_heads)]
     else:
-        found = list(_fused(leaf, shape, axis, module, model, heads))
-    if sum(part.size for part in found) != outputs:
+        parts = list(_fused(leaf, shape, axis, module, model, heads))
+    if sum(part.size for part in parts) != outputs:
         raise ValueError(
             f"the {outputs} outputs of {leaf} cannot be divided into attention heads; the model has {heads}"
         )
-    return found
+    return parts
 
 
 def _fused(
@@ -218,7 +219,7 @@ def _fused(
             f"QK-clip does not know in which order {leaf} of {type(module).__name__} computes queries, keys and values"
         )
     sizes, groups = known[0].sizes, known[0].groups
-    per_group, width = heads.queries // groups, sizes[0] * groups // heads.queries
+    per_group, width = heads.query_heads // groups, sizes[0] * groups // heads.query_heads
     for group in range(groups):
         yield from (_Outputs(width, "query", group * per_group + i) for i in range(per_group))
         yield from (_Outputs(width, "key", group + i) for i in range(sizes[1] // width))

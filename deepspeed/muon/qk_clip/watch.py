@@ -34,13 +34,13 @@ class AttentionWatch:
     they record only one.
 
     Args:
-        layers: {attention module: its heads}.
+        attentions: {attention module: its heads}.
         mode: how logits are computed; see :func:`deepspeed.muon.qk_clip.logits.largest_logits`.
-        step: function that returns the number of steps done, which decides which queries mode ``sampled`` takes.
+        steps_done: function that returns the number of steps done, which decides which queries mode ``sampled`` takes.
     """
 
-    def __init__(self, layers: Mapping[nn.Module, Attention], mode: str, step: Callable[[], int]) -> None:
-        self._layers, self._mode, self._step = layers, mode, step
+    def __init__(self, attentions: Mapping[nn.Module, Attention], mode: str, steps_done: Callable[[], int]) -> None:
+        self._attentions, self._mode, self._steps_done = attentions, mode, steps_done
         #: Layer name -> largest logit of each head of this rank, fp32 ``[heads]``.
         self.largest: dict[str, Tensor] = {}
         #: Names of layers whose forward ran but called no known attention function.
@@ -53,7 +53,7 @@ class AttentionWatch:
         #: Handles of the hooks in the model, for :func:`remove_hooks`.
         self.hooks = [
             hook
-            for module in layers
+            for module in attentions
             for hook in (
                 module.register_forward_pre_hook(self._enter, prepend=True),
                 module.register_forward_hook(self._leave, always_call=True),
@@ -76,7 +76,7 @@ class AttentionWatch:
     def _enter(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        counts = module.training and torch.is_grad_enabled() and module in self._layers
+        counts = module.training and torch.is_grad_enabled() and module in self._attentions
         if counts and torch._C._current_graph_task_id() != -1:  # backward runs: this forward is a recomputation
             counts = self._watched_forwards[module] == 0
             self._watched_forwards[module] -= not counts
@@ -94,7 +94,7 @@ class AttentionWatch:
         if calls is None:
             return
         calls.__exit__(None, None, None)
-        layer = self._layers[module]
+        layer = self._attentions[module]
         if not calls.seen and output is not None:  # a forward that raised has no output
             self.missed.add(layer.name)
         for query, key, scale, visible in calls.seen:
@@ -107,10 +107,10 @@ class AttentionWatch:
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
             with fixed_numerics(), torch.no_grad():  # under autocast, products of fp32 tensors would be 16-bit
                 if self._number is None:
-                    self._number = self._step()  # once per step: it may have to be copied from an accelerator
-                found = largest_logits(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._number)
+                    self._number = self._steps_done()  # once per step: it may have to be copied from an accelerator
+                largest = largest_logits(query.to(dtype), key.to(dtype), scale, visible, self._mode, self._number)
             before = self.largest.get(layer.name)
-            self.largest[layer.name] = found if before is None else torch.maximum(before, found)
+            self.largest[layer.name] = largest if before is None else torch.maximum(before, largest)
 
 
 def remove_hooks(hooks: Iterable[RemovableHandle]) -> None:

@@ -101,19 +101,19 @@ def bind_engine(engine: Any) -> None:
     tensors = [tensor for partition in partitions for tensor in partition.tensors]
     kinds = sorted({device.type, *(tensor.device.type for tensor in tensors)})
     with slow("building or loading the kernels"):
-        found = agree(lambda: _kernel_facts(optimizer.config.kernels, kinds, device.type), _judge_kernels)
+        kernel_facts = agree(lambda: _kernel_facts(optimizer.config.kernels, kinds, device.type), _judge_kernels)
     optimizer.context = StepContext(
         is_logging=engine.global_rank == 0,
-        kernels=selection.choose(found["unavailable"]),
-        dtype=found["dtype"],
-        unavailable=found["unavailable"],
+        kernels=selection.choose(kernel_facts["unavailable"]),
+        dtype=kernel_facts["dtype"],
+        unavailable=kernel_facts["unavailable"],
         threads=agreed["threads"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
         is_stepped_in_parts=True,
         is_finite=is_finite,
-        read=is_finite.read if isinstance(is_finite, NormWatch) else Tensor.tolist,
-        gradients=adapter.gradients,
+        read_flags=is_finite.read if isinstance(is_finite, NormWatch) else Tensor.tolist,
+        gradients_of=adapter.gradients,
     )
     with slow("planning the exchange and allocating the state"):
         optimizer.bind(partitions, device)
@@ -211,7 +211,7 @@ def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> 
     return max(1, int(min(shares) + 1e-9))  # sums of thirds may be a little less than a whole number
 
 
-def _judge_settings(facts: list[Facts]) -> Facts:
+def _judge_settings(of_ranks: list[Facts]) -> Facts:
     """Compare all ranks' settings; return :func:`agree_on_settings`'s dict, or ``{"error": text}`` if they differ."""
     of_all = {
         "version": "the deepspeed-muon version",
@@ -225,40 +225,40 @@ def _judge_settings(facts: list[Facts]) -> Facts:
         "order": "ranks {ranks} pass the parameters in another order than rank {first}; pass a list, because a set has "
         "a different order on each rank",
     }
-    if error := differences(facts, of_all) or differences(facts, of_parameters, within="stage"):
+    if error := differences(of_ranks, of_all) or differences(of_ranks, of_parameters, within="stage"):
         return error
-    first_ranks = {stated["stage"]: rank for rank, stated in reversed(list(enumerate(facts)))}
-    stages = [facts[rank] for _, rank in sorted(first_ranks.items())]
+    first_ranks = {local["stage"]: rank for rank, local in reversed(list(enumerate(of_ranks)))}
+    stages = [of_ranks[rank] for _, rank in sorted(first_ranks.items())]
     return {
-        "threads": threads_per_rank([stated["machine"] for stated in facts], [stated["cpus"] for stated in facts]),
-        "groups": max(stated["group_count"] for stated in stages),
-        "matrices": sum(stated["matrices"] for stated in stages),
+        "threads": threads_per_rank([local["machine"] for local in of_ranks], [local["cpus"] for local in of_ranks]),
+        "groups": max(local["group_count"] for local in stages),
+        "matrices": sum(local["matrices"] for local in stages),
         "first_ranks": sorted(first_ranks.values()),
-        "monitor": facts[0]["monitor"],  # one answer for all, because a record is a collective; rank 0 writes
+        "monitor": of_ranks[0]["monitor"],  # one answer for all, because a record is a collective; rank 0 writes
         "unused_options": [
-            f"stage {stated['stage']}: {stated['unused_options'][option]}"
+            f"stage {local['stage']}: {local['unused_options'][option]}"
             for option in stages[0]["unused_options"]
-            if all(option in stated["unused_options"] for stated in stages)
-            for stated in stages
+            if all(option in local["unused_options"] for local in stages)
+            for local in stages
         ],
     }
 
 
-def _kernel_facts(kernels: str, kinds: list[str], device_type: str) -> Facts:
-    unavailable = selection.unavailable_kernels(kernels, kinds)
+def _kernel_facts(setting: str, kinds: list[str], device_type: str) -> Facts:
+    unavailable = selection.unavailable_kernels(setting, kinds)
     return {"unavailable": unavailable, "dtype": selection.fast_dtype(device_type, unavailable)}
 
 
-def _judge_kernels(facts: list[Facts]) -> Facts:
+def _judge_kernels(of_ranks: list[Facts]) -> Facts:
     """Merge the facts of all ranks on their kernels. What one rank cannot use, no rank uses.
 
     Example: ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``.
     """
     unavailable: dict[str, str | None] = {}
-    for rank, stated in enumerate(facts):
-        for kind, reason in stated["unavailable"].items():
+    for rank, local in enumerate(of_ranks):
+        for kind, reason in local["unavailable"].items():
             unavailable[kind] = unavailable.get(kind) or (f"rank {rank}: {reason}" if reason else None)
-    dtype = next(name for name in DTYPES if any(stated["dtype"] == name for stated in facts))  # the most exact
+    dtype = next(name for name in DTYPES if any(local["dtype"] == name for local in of_ranks))  # the most exact
     return {"unavailable": dict(sorted(unavailable.items())), "dtype": dtype}
 
 

@@ -53,9 +53,9 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), (text + 1).flatten() % VOCABULARY)
 
 
-def batch(step: int, rank: int) -> Tensor:
+def batch(step_number: int, rank: int) -> Tensor:
     """Return the token numbers on which a rank trains in a step, int64 ``[ROWS, TOKENS]``, the same in every run."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator().manual_seed(1000 * step_number + rank)
     return torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator, dtype=torch.int64, device="cpu")
 
 
@@ -86,7 +86,7 @@ def train_all_stages() -> list[Facts]:
     return [{"stage": stage, **_of_all_ranks(stage, model, expected)} for stage in STAGES]
 
 
-def _train_in_one_process(model: Model, world_size: int, dtype: str) -> dict[str, Tensor]:
+def _train_in_one_process(model: nn.Module, world_size: int, dtype: str) -> dict[str, Tensor]:
     """Train a copy of ``model`` in this process only, on the batches of all ranks, with Newton-Schulz in ``dtype``."""
     device = get_accelerator().current_device_name()
     model = copy.deepcopy(model).to(device)
@@ -99,18 +99,18 @@ def _train_in_one_process(model: Model, world_size: int, dtype: str) -> dict[str
     return {name: param.detach().cpu() for name, param in model.named_parameters()}
 
 
-def _of_all_ranks(stage: int, model: Model, expected: Expected) -> Facts:
+def _of_all_ranks(stage: int, model: nn.Module, expected: Expected) -> Facts:
     try:
-        found = _train(stage, model, expected)
+        of_rank = _train(stage, model, expected)
     except Exception as error:  # it is reported, and other stages may still work
-        found = {"problem": with_type(error)}
-    by_rank = gathered(found)
+        of_rank = {"problem": with_type(error)}
+    by_rank = gathered(of_rank)
     problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one["problem"]]
     slowest = {key: max(one.get(key, 0.0) for one in by_rank) for key in ("error", "step_ms")}
     return {"problem": "; ".join(problems[:4]) or None, **slowest}
 
 
-def _train(stage: int, model: Model, expected: Expected) -> Facts:
+def _train(stage: int, model: nn.Module, expected: Expected) -> Facts:
     """Train a copy of ``model`` in a new engine; return what this rank adds to :func:`train_all_stages`."""
     trained = copy.deepcopy(model)
     config = {
@@ -134,8 +134,8 @@ def _train(stage: int, model: Model, expected: Expected) -> Facts:
     return {"problem": problem, "error": error, "step_ms": 1e3 * seconds}
 
 
-def _step_seconds(engine: Any, step: int) -> float:
-    engine.backward(engine(batch(step, engine.global_rank).to(engine.device)))
+def _step_seconds(engine: Any, step_number: int) -> float:
+    engine.backward(engine(batch(step_number, engine.global_rank).to(engine.device)))
     get_accelerator().synchronize()
     began = time.perf_counter()
     engine.step()
@@ -143,7 +143,7 @@ def _step_seconds(engine: Any, step: int) -> float:
     return time.perf_counter() - began
 
 
-def _relative_errors(trained: nn.Module, model: Model, expected: dict[str, Tensor]) -> Iterator[float]:
+def _relative_errors(trained: nn.Module, model: nn.Module, expected: dict[str, Tensor]) -> Iterator[float]:
     """Yield for each parameter norm(trained - expected) / norm(expected - initial). ``model`` is the initial model."""
     from deepspeed.runtime.zero import GatheredParameters
 

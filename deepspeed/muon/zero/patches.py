@@ -59,21 +59,21 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     take_config(self)
 
 
-def take_config(config: Any) -> None:
+def take_config(ds_config: Any) -> None:
     """Parse the settings of Muon in a ``DeepSpeedConfig``, and raise if they are wrong or not supported."""
-    _refuse_misspelt(config.optimizer_name)
-    if is_muon(config.optimizer_name):
-        config.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
+    _refuse_misspelt(ds_config.optimizer_name)
+    if is_muon(ds_config.optimizer_name):
+        ds_config.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
         # zero.Init reads the config before Hugging Face's integration has filled it in; initialize reads it again.
-        config.optimizer_params = without_double_clipping(
-            config.optimizer_params, config.gradient_clipping, config.global_rank == 0
+        ds_config.optimizer_params = without_double_clipping(
+            ds_config.optimizer_params, ds_config.gradient_clipping, ds_config.global_rank == 0
         )
-        params = (config.optimizer_params or {}).items()
-        config.muon_settings = parse(
+        params = (ds_config.optimizer_params or {}).items()
+        ds_config.muon_settings = parse(
             {key: value for key, value in params if not (key in FILLED_BY and value == "auto")}
         )
-        refuse_unsupported(config, config.muon_settings)
-        check_section(config._param_dict.get("checkpoint"))
+        refuse_unsupported(ds_config, ds_config.muon_settings)
+        check_section(ds_config._param_dict.get("checkpoint"))
     _keep_user_tags()
 
 
@@ -110,7 +110,7 @@ def _keep_user_tags() -> None:
     if flags is None or getattr(flags, "keeps_user_tags", False):
         return
 
-    def keep(original: Callable, config_class: Any, model: Any) -> None:
+    def keep(original: Callable, config_class: Any, model: nn.Module) -> None:
         if not is_muon(config_class.optimizer_name):
             original(config_class, model)
         elif _is_trained(model) and not renames_parameters(config_class):  # renamed: the optimizer checks the new names
@@ -165,9 +165,9 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 def _import_stocks_muon() -> None:
     """Import stock DeepSpeed's Muon, which ZeRO needs, without loading torch's compiler, which takes a second."""
 
-    def compile_at_first_call(compile: Callable, *args: Any, **options: Any) -> Callable:
-        if options or len(args) != 1:
-            return compile(*args, **options)
+    def compile_at_first_call(compile: Callable, *args: Any, **kwargs: Any) -> Callable:
+        if kwargs or len(args) != 1:
+            return compile(*args, **kwargs)
         compiled = functools.cache(lambda: compile(*args))
         return functools.wraps(args[0])(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
@@ -195,9 +195,9 @@ def _check_client(engine: Any, optimizer: Any) -> None:
     engine._config.zero_force_ds_cpu_optimizer = False  # if true, DeepSpeed refuses it with ZeRO-Offload
 
 
-def _refuse_other_optimizer(engine: Any, kind: type) -> None:
-    """Raise MuonConfigError if the config asks for Muon, but the script passes an optimizer of class ``kind``."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
+def _refuse_other_optimizer(engine: Any, optimizer_class: type) -> None:
+    """Raise MuonConfigError if the config asks for Muon, but the script passes an optimizer of another class."""
+    name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     if is_muon(engine._config.optimizer_name):  # engine.optimizer_name() is the class of the script's
         raise MuonConfigError(
             f"optimizer.type: Muon, but the script passes {name} to deepspeed.initialize, and DeepSpeed would use "
@@ -306,7 +306,7 @@ def install() -> None:
     # torch before 2.15 waits forever for the lock file of a process that was killed; the replacement logs which it is.
     with suppress(ImportError):
         _undo.append(replace(importlib.import_module("torch.utils.file_baton").FileBaton, "wait", wait_for_torch))
-    supported = importlib.import_module(_SUPPORTED.module).ZERO_SUPPORTED_OPTIMIZERS
+    supported = importlib.import_module(_SUPPORTED.module_name).ZERO_SUPPORTED_OPTIMIZERS
     supported.append(MuonWithAuxAdam)  # so that ZeRO accepts it without zero_allow_untested_optimizer
     _undo.append(functools.partial(supported.remove, MuonWithAuxAdam))
 

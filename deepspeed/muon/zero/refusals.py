@@ -11,7 +11,7 @@ from typing import Any
 
 import deepspeed.comm as comm
 import torch
-from torch import Tensor
+from torch import nn
 
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
@@ -29,33 +29,34 @@ SECTIONS = {
 }
 
 
-def refuse_unsupported(config: Any, settings: MuonConfig) -> None:
+def refuse_unsupported(ds_config: Any, settings: MuonConfig) -> None:
     """Raise UnsupportedError if deepspeed-muon does not support some settings; the error lists all of them.
 
     ``settings``: those of the optimizer, which may differ from the ds_config's if the script built the optimizer.
     """
-    problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(config)]
-    problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(config, settings)]
+    problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(ds_config)]
+    problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(ds_config, settings)]
     if problems:
         raise UnsupportedError("deepspeed-muon does not support this configuration:\n  " + "\n  ".join(problems))
 
 
-def _setting(config: Any, key: str, default: Any = None) -> Any:
+def _setting(ds_config: Any, key: str, default: Any = None) -> Any:
     """Return the config's value at a dotted path, such as ``zero_optimization.stage``; ``default`` if there is none."""
     section, *names = key.split(".")
+    value = ds_config
     for name in (SECTIONS.get(section, section), *names):
-        config = getattr(config, name, None)
-        if config is None:
+        value = getattr(value, name, None)
+        if value is None:
             return default
-    return config
+    return value
 
 
-def offload_device(config: Any, section: str) -> str:
+def offload_device(ds_config: Any, section_key: str) -> str:
     """Return ``"cpu"``, ``"nvme"`` or ``"none"``: the device to which a ``DeepSpeedConfig`` offloads.
 
-    ``section``: either ``"offload_optimizer"`` or ``"offload_param"``.
+    ``section_key``: either ``"offload_optimizer"`` or ``"offload_param"``.
     """
-    device = _setting(config, f"zero_optimization.{section}.device", "none")
+    device = _setting(ds_config, f"zero_optimization.{section_key}.device", "none")
     return str(getattr(device, "value", device))
 
 
@@ -63,22 +64,22 @@ Rule = tuple[str, Callable[[Any], Any], str]
 """(key that the message names, function that returns whether to refuse a ``DeepSpeedConfig``, what to change)."""
 
 
-def _stage(config: Any) -> int:
-    return _setting(config, "zero_optimization.stage", 0)
+def _stage(ds_config: Any) -> int:
+    return _setting(ds_config, "zero_optimization.stage", 0)
 
 
-def is_bf16_optimizer(config: Any) -> bool:
+def is_bf16_optimizer(ds_config: Any) -> bool:
     """Return whether DeepSpeed wraps the optimizer of a bf16 model in ``BF16_Optimizer``.
 
     The answer holds only without ``offload_optimizer``, with which DeepSpeed uses another wrapper.
     """
-    return _stage(config) == 1 and _setting(config, "grad_accum_dtype") in ("fp32", "float32")
+    return _stage(ds_config) == 1 and _setting(ds_config, "grad_accum_dtype") in ("fp32", "float32")
 
 
-def _is_scaled(config: Any) -> bool:
+def _is_scaled(ds_config: Any) -> bool:
     """Return whether DeepSpeed would scale the loss of a bf16 model that runs under ``torch_autocast`` in fp16."""
-    is_on_accelerator = offload_device(config, "offload_optimizer") == "none"
-    return _stage(config) > 0 and not (is_bf16_optimizer(config) and is_on_accelerator)
+    is_on_accelerator = offload_device(ds_config, "offload_optimizer") == "none"
+    return _stage(ds_config) > 0 and not (is_bf16_optimizer(ds_config) and is_on_accelerator)
 
 
 def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
@@ -86,11 +87,11 @@ def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
     return key, lambda c: bool(_setting(c, key)) and _stage(c) >= first_stage, advice
 
 
-def _nvme_rules(section: str, kept: str, instead: str) -> tuple[Rule, Rule]:
-    def applies(config: Any) -> bool:
-        return _stage(config) > 0 and offload_device(config, section) == "nvme"
+def _nvme_rules(section_key: str, kept: str, instead: str) -> tuple[Rule, Rule]:
+    def applies(ds_config: Any) -> bool:
+        return _stage(ds_config) > 0 and offload_device(ds_config, section_key) == "nvme"
 
-    key = f"zero_optimization.{section}"
+    key = f"zero_optimization.{section_key}"
     no_stage_3 = (
         f"DeepSpeed swaps to NVMe at stage 3 only and would keep the {kept} in memory; {instead}, or set "
         "zero_optimization.stage to 3"
@@ -164,22 +165,22 @@ LOAD_ORIGINAL = "remove the key, and load the checkpoint as it was saved, on as 
 MOMENTUM_DTYPE = "optimizer.params.momentum_dtype"
 
 
-def _momentum_problems(config: Any, settings: MuonConfig) -> Iterator[str]:
-    stays = _setting(config, "zero_optimization.save_muon_momentum_buffer_in_memory")
-    if settings.momentum_dtype != "fp32" and offload_device(config, "offload_optimizer") == "nvme" and not stays:
+def _momentum_problems(ds_config: Any, settings: MuonConfig) -> Iterator[str]:
+    stays = _setting(ds_config, "zero_optimization.save_muon_momentum_buffer_in_memory")
+    if settings.momentum_dtype != "fp32" and offload_device(ds_config, "offload_optimizer") == "nvme" and not stays:
         yield (
             "DeepSpeed swaps optimizer states to NVMe in fp32; set "
             "zero_optimization.save_muon_momentum_buffer_in_memory to true, which keeps the momentum in memory, or "
             'momentum_dtype to "fp32"'
         )
     is_asked = settings.momentum_dtype == "fp32" and "momentum_dtype" in settings.model_fields_set
-    if is_asked and _setting(config, "bf16.bf16_optimizer_states"):
+    if is_asked and _setting(ds_config, "bf16.bf16_optimizer_states"):
         yield "bf16.bf16_optimizer_states keeps the momentum in bf16; remove one of them"
 
 
-def renames_parameters(config: Any) -> bool:
+def renames_parameters(ds_config: Any) -> bool:
     """Return whether AutoEP (``expert_parallel``) will replace parameters by new ones with other names and shapes."""
-    return bool(_setting(config, "expert_parallel_config.enabled"))
+    return bool(_setting(ds_config, "expert_parallel_config.enabled"))
 
 
 def refuse_engine(engine: Any) -> None:
@@ -293,9 +294,9 @@ MIN_SWAPPED_BYTES = 2**20
 CAP_IPC_LOCK_BIT = 14
 
 
-def swap_threshold(config: Any) -> int:
+def swap_threshold(ds_config: Any) -> int:
     """Return the size in bytes of the smallest tensor that DeepSpeed swaps to NVMe. Smaller tensors stay in memory."""
-    return max(MIN_SWAPPED_BYTES, int(config.aio_config["block_size"]))
+    return max(MIN_SWAPPED_BYTES, int(ds_config.aio_config["block_size"]))
 
 
 def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
@@ -304,23 +305,27 @@ def check_nvme(engine: Any, optimizer: MuonWithAuxAdam) -> None:
     Raises:
         UnsupportedError: lists all problems, such as too few buffers, or a folder that cannot be written to.
     """
-    config = engine._config
-    asked = [name for name in ("offload_optimizer", "offload_param") if offload_device(config, name) == "nvme"]
+    ds_config = engine._config
+    asked = [name for name in ("offload_optimizer", "offload_param") if offload_device(ds_config, name) == "nvme"]
     if not asked or engine.zero_optimization_stage() != 3:
         return
     sizes = [(group, _sub_group_sizes(engine, group)) for group in optimizer.param_groups]
     problems = [
-        *(problem for name in asked for problem in _path_problems(name, getattr(config.zero_config, name).nvme_path)),
+        *(
+            problem
+            for name in asked
+            for problem in _path_problems(name, getattr(ds_config.zero_config, name).nvme_path)
+        ),
         *_library_problems(),
-        *(_optimizer_problems(config, sizes) if "offload_optimizer" in asked else ()),
-        *(_param_problems(config, sizes, engine.dp_world_size) if "offload_param" in asked else ()),
+        *(_optimizer_problems(ds_config, sizes) if "offload_optimizer" in asked else ()),
+        *(_param_problems(ds_config, sizes, engine.dp_world_size) if "offload_param" in asked else ()),
     ]
     if problems:
         raise UnsupportedError("offload to NVMe cannot work as configured:\n  " + "\n  ".join(problems))
 
 
-def _elements_per_rank(param: Tensor, ranks: int) -> int:
-    return part_size(getattr(param, "ds_numel", param.numel()), ranks)
+def _elements_per_rank(param: nn.Parameter, world_size: int) -> int:
+    return part_size(getattr(param, "ds_numel", param.numel()), world_size)
 
 
 Sizes = list[tuple[dict[str, Any], list[int]]]
@@ -334,36 +339,36 @@ def _sub_group_sizes(engine: Any, group: dict[str, Any]) -> list[int]:
     return [sum(parts[index] for index in indices) for indices in sub_groups(parts, limit)]
 
 
-def _buffers_per_sub_group(group: dict[str, Any], config: Any) -> int:
+def _buffers_per_sub_group(group: dict[str, Any], ds_config: Any) -> int:
     """Return how many swap buffers a sub-group needs in its step: for weights, gradient and each swapped state."""
     if not group["use_muon"]:
         return 4
-    return 2 if config.zero_config.save_muon_momentum_buffer_in_memory else 3
+    return 2 if ds_config.zero_config.save_muon_momentum_buffer_in_memory else 3
 
 
-def buffers_needed(config: Any, sizes: Sizes) -> int:
+def buffers_needed(ds_config: Any, sizes: Sizes) -> int:
     """Return the smallest ``offload_optimizer.buffer_count`` with which DeepSpeed's swapper can step every sub-group.
 
-    ``config``: the ``DeepSpeedConfig``. ``sizes``: for each parameter group, how many elements one rank holds of each
-    sub-group, such as ``[(group, [1000, 600])]``.
+    ``ds_config``: the ``DeepSpeedConfig``. ``sizes``: for each parameter group, how many elements one rank holds of
+    each sub-group, such as ``[(group, [1000, 600])]``.
     """
-    section = config.zero_config.offload_optimizer
+    section = ds_config.zero_config.offload_optimizer
     needs = [
-        _buffers_per_sub_group(group, config)
+        _buffers_per_sub_group(group, ds_config)
         for group, numels in sizes
         for numel in numels
-        if 4 * numel >= swap_threshold(config)
+        if 4 * numel >= swap_threshold(ds_config)
     ]
     # Sub-groups with buffers at the same time: also the next one while it is read, the previous while it is written.
     window = 1 + section.pipeline_read + section.pipeline_write
     return max((sum(needs[at : at + window]) for at in range(len(needs))), default=1)
 
 
-def _optimizer_problems(config: Any, sizes: Sizes) -> Iterator[str]:
-    section, needed = config.zero_config.offload_optimizer, buffers_needed(config, sizes)
+def _optimizer_problems(ds_config: Any, sizes: Sizes) -> Iterator[str]:
+    section, needed = ds_config.zero_config.offload_optimizer, buffers_needed(ds_config, sizes)
     if section.buffer_count < needed:
         window = 1 + section.pipeline_read + section.pipeline_write
-        muon = _buffers_per_sub_group({"use_muon": True}, config)
+        muon = _buffers_per_sub_group({"use_muon": True}, ds_config)
         yield (
             f"zero_optimization.offload_optimizer.buffer_count: got {section.buffer_count}; write {needed} or more. "
             f"A Muon sub-group takes {muon} buffers, an AdamW sub-group 4, and up to {window} sub-groups are in memory "
@@ -373,10 +378,10 @@ def _optimizer_problems(config: Any, sizes: Sizes) -> Iterator[str]:
     yield from _lock_problems("offload_optimizer.buffer_count", max(section.buffer_count, needed) * largest * 4)
 
 
-def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]:
-    section, params = config.zero_config.offload_param, [p for group, _ in sizes for p in group["params"]]
+def _param_problems(ds_config: Any, sizes: Sizes, world_size: int) -> Iterator[str]:
+    section, params = ds_config.zero_config.offload_param, [p for group, _ in sizes for p in group["params"]]
     parts = [(_elements_per_rank(p, world_size), p.element_size()) for p in params]
-    largest = max((part for part, itemsize in parts if part * itemsize >= swap_threshold(config)), default=0)
+    largest = max((part for part, itemsize in parts if part * itemsize >= swap_threshold(ds_config)), default=0)
     if section.buffer_size < largest:
         yield (
             f"zero_optimization.offload_param.buffer_size: got {section.buffer_size}; write {largest} or more, the "
@@ -386,16 +391,16 @@ def _param_problems(config: Any, sizes: Sizes, world_size: int) -> Iterator[str]
     yield from _lock_problems("offload_param.buffer_size", section.buffer_count * section.buffer_size * itemsize)
 
 
-def _lock_problems(key: str, wanted: int) -> Iterator[str]:
-    """Yield an error message if this process may not lock ``wanted`` bytes of memory for DeepSpeed's buffers.
+def _lock_problems(key: str, needed_bytes: int) -> Iterator[str]:
+    """Yield an error message if this process may not lock ``needed_bytes`` of memory for DeepSpeed's buffers.
 
     ``key``: config key of the number or size of these buffers, for the message.
     """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit != resource.RLIM_INFINITY and wanted > limit and not _may_lock():
+    if limit != resource.RLIM_INFINITY and needed_bytes > limit and not _may_lock():
         yield (
-            f"zero_optimization.{key}: the buffers lock {wanted:,} bytes of memory and the limit of this process is "
-            f"{limit:,}; raise this limit (ulimit -l unlimited), or write a smaller sub_group_size or buffer_size"
+            f"zero_optimization.{key}: the buffers lock {needed_bytes:,} bytes of memory and the limit of this process "
+            f"is {limit:,}; raise this limit (ulimit -l unlimited), or write a smaller sub_group_size or buffer_size"
         )
 
 
@@ -408,19 +413,19 @@ def _may_lock() -> bool:
     return bool(int(capabilities.split()[1], 16) >> CAP_IPC_LOCK_BIT & 1)
 
 
-def _path_problems(name: str, path: Any) -> Iterator[str]:
-    """Yield an error message if no file can be written with direct I/O in the ``nvme_path`` of the section ``name``."""
+def _path_problems(section_key: str, nvme_path: Path) -> Iterator[str]:
+    """Yield an error message if no file can be written with direct I/O in the ``nvme_path`` of a section."""
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        probe = Path(path) / f".deepspeed_muon_{os.getpid()}"
+        Path(nvme_path).mkdir(parents=True, exist_ok=True)
+        probe = Path(nvme_path) / f".deepspeed_muon_{os.getpid()}"
         try:
             os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0)))
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
         yield (
-            f"zero_optimization.{name}.nvme_path: no file can be written to {path} with direct I/O ({error.strerror}); "
-            "name a folder on a disk that this user can write to"
+            f"zero_optimization.{section_key}.nvme_path: no file can be written to {nvme_path} with direct I/O "
+            f"({error.strerror}); name a folder on a disk that this user can write to"
         )
 
 

@@ -76,11 +76,11 @@ class TriedRun:
         self._engine: Any = None
         self._steps, self._is_over = 0, False
 
-    def read_config(self, original: Callable, config: Any, values: dict[str, Any]) -> None:
+    def read_config(self, original: Callable, config: Any, param_dict: dict[str, Any]) -> None:
         """Replace ``DeepSpeedConfig._initialize_params``: change a ds_config that has an optimizer."""
-        if self._variant["muon"] and values.get("optimizer"):
-            values = {**values, **self._variant["changes"]}
-        original(config, values)
+        if self._variant["muon"] and param_dict.get("optimizer"):
+            param_dict = {**param_dict, **self._variant["changes"]}
+        original(config, param_dict)
 
     def configure_optimizer(self, original: Callable, engine: Any, client: Any, parameters: Any) -> None:
         """Replace ``DeepSpeedEngine._configure_optimizer``: multiply the rates during each step.

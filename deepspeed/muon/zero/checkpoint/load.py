@@ -2,7 +2,7 @@
 """Load a checkpoint on all ranks, or raise the same error on all of them and change nothing.
 
 :func:`load_checkpoint` replaces DeepSpeed's. Every rank first checks, by the names and the structure of its files,
-whether they fit the engine (:func:`misfit`).
+whether they fit the engine (:func:`misfit`). ``arguments`` are {name of an argument of ``load_checkpoint``: value}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.utils import groups
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.muon.errors import CheckpointError, logger
 from deepspeed.muon.exchange.consensus import gathered, raise_on_all_ranks
@@ -33,8 +33,6 @@ MAX_LISTED = 4
 MATCH = '"checkpoint": {"muon_changed_model": "match"}'
 #: The tag of a load under way; "" if it is of a universal checkpoint, ``None`` without a load of Muon's.
 _gathered_tag: ContextVar[str | None] = ContextVar("_gathered_tag", default=None)
-Arguments = Mapping[str, Any]
-"""{name of an argument of ``load_checkpoint``: value}."""
 #: Names of the files with a part of the model, and with a rank's optimizer state under ZeRO.
 MODEL_FILE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states.pt")
 SHARD_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states.pt")
@@ -42,13 +40,13 @@ Shapes = dict[str, tuple[int, ...]]
 """{name of a parameter or buffer: its shape}."""
 
 
-def fp32_weights(original: Callable, folder: str, tag: str | None = None, **options: Any) -> Any:
+def fp32_weights(original: Callable, folder: str, tag: str | None = None, **kwargs: Any) -> Any:
     """Replace ``get_fp32_state_dict_from_zero_checkpoint``: read the tag that is being loaded, not the latest one.
 
     A load of a universal checkpoint calls it too, and ignores the result.
     """
     of_load = _gathered_tag.get()
-    return {} if of_load == "" else original(folder, tag=tag or of_load, **options)
+    return {} if of_load == "" else original(folder, tag=tag or of_load, **kwargs)
 
 
 def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,17 +66,17 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     with _reading_once(engine):
         if by_name := _find(engine, arguments, may_change):
             load_schedule = engine.lr_scheduler is not None and loads_states(arguments, "lr_scheduler")
-            result: tuple[Any, Any] = load_by_name(engine, arguments, wants_states, load_schedule)
+            loaded: tuple[Any, Any] = load_by_name(engine, arguments, wants_states, load_schedule)
         else:
             with _keeping_scaler(engine.optimizer):
-                result = original(**arguments)
-    if result[0] is not None:
+                loaded = original(**arguments)
+    if loaded[0] is not None:
         _finish(engine, has_rates=wants_states and not by_name)
         _warn_of_rates(engine, rates)
         wrapper, is_stage_0 = engine.muon_adapter.wrapper, not engine.zero_optimization()
         if is_stage_0 and not arguments["load_optimizer_states"] and hasattr(wrapper, "refresh_fp32_params"):
             wrapper.refresh_fp32_params()  # under ZeRO DeepSpeed does it; or the next step would undo the load
-    return result
+    return loaded
 
 
 @contextmanager
@@ -150,20 +148,20 @@ def _agreed(engine: Any, arguments: Mapping[str, Any], may_change: bool) -> tupl
     Raises:
         CheckpointError: on all ranks, with the problems of all, if the checkpoint cannot be loaded.
     """
-    found = gathered(_own_view(engine, arguments))
-    tag, is_changed = found[0][0], any(other for *_, other in found)
-    ranks: dict[str, list[int]] = {}
-    for rank, (_, damage, other) in enumerate(found):
+    views = gathered(_own_view(engine, arguments))
+    tag, is_changed = views[0][0], any(other for *_, other in views)
+    found_by: dict[str, list[int]] = {}
+    for rank, (_, damage, other) in enumerate(views):
         for text in filter(None, (damage, other if not may_change else None)):
-            ranks.setdefault(text, []).append(rank)
-    listed = [text if len(who) == len(found) else f"{text} (found by ranks {who})" for text, who in ranks.items()]
-    if not listed and any(other != tag for other, *_ in found):
-        listed = [f"the ranks see different tags: {[other for other, *_ in found][:MAX_LISTED]}"]
+            found_by.setdefault(text, []).append(rank)
+    listed = [text if len(who) == len(views) else f"{text} (found by ranks {who})" for text, who in found_by.items()]
+    if not listed and any(other != tag for other, *_ in views):
+        listed = [f"the ranks see different tags: {[other for other, *_ in views][:MAX_LISTED]}"]
     if not listed:
         return tag, is_changed
     more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
     text = "; ".join(listed[:MAX_LISTED]) + more
-    if is_changed and not any(damage for _, damage, _ in found):
+    if is_changed and not any(damage for _, damage, _ in views):
         text += f". To load what both runs have, by parameter names, set {MATCH} in ds_config.json"
     folder = Path(arguments["load_dir"], tag or "")
     raise CheckpointError(f"the checkpoint {folder} cannot be loaded, and nothing was changed: {text}")
@@ -235,12 +233,12 @@ def _warn_of_rates(engine: Any, before: Sequence[float]) -> None:
 # ---- whether a checkpoint fits an engine ------------------------------------------------------------------------
 
 
-def loads_states(arguments: Arguments, kind: str = "optimizer") -> bool:
+def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
     """Return whether ``load_checkpoint(**arguments)`` loads the states of ``kind``, "optimizer" or "lr_scheduler"."""
     return arguments[f"load_{kind}_states"] and not arguments["load_module_only"]
 
 
-def misfit(engine: Any, arguments: Arguments) -> str | None:
+def misfit(engine: Any, arguments: Mapping[str, Any]) -> str | None:
     """Return why a checkpoint does not fit the engine, and what to do, as an error message; ``None`` if it fits.
 
     Call it with a tag whose folder exists. It opens the files that this rank would load, but reads no optimizer state.
@@ -251,32 +249,40 @@ def misfit(engine: Any, arguments: Arguments) -> str | None:
     folder, stage = Path(arguments["load_dir"], arguments["tag"]), engine.zero_optimization_stage()
     if text := _names_difference(engine, arguments, folder):
         return text
-    model = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
-    if loads_states(arguments, "lr_scheduler") and engine.lr_scheduler is not None and model["lr_scheduler"] is None:
+    model_state = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
+    if (
+        loads_states(arguments, "lr_scheduler")
+        and engine.lr_scheduler is not None
+        and model_state["lr_scheduler"] is None
+    ):
         return "it has no state of a learning-rate scheduler; pass load_lr_scheduler_states=False"
-    states = _states(engine, arguments, model) if loads_states(arguments) else None
-    if states is not None and (
-        text := routing_difference(engine.basic_optimizer, saved_groups(states), folder, {stage})
+    optimizer_state = _states(engine, arguments, model_state) if loads_states(arguments) else None
+    if optimizer_state is not None and (
+        text := routing_difference(engine.basic_optimizer, saved_groups(optimizer_state), folder, {stage})
     ):
         return text
     if arguments["custom_load_fn"] is None and (
-        text := _shape_difference(engine, model, folder, arguments["load_module_strict"])
+        text := _shape_difference(engine, model_state, folder, arguments["load_module_strict"])
     ):
         return text
-    return None if states is None else _layout_difference(engine, model, states, conversion(folder, {stage}))
+    return (
+        None
+        if optimizer_state is None
+        else _layout_difference(engine, model_state, optimizer_state, conversion(folder, {stage}))
+    )
 
 
-def fitting_zero_state(engine: Any, arguments: Arguments) -> Mapping[str, Any] | None:
+def fitting_zero_state(engine: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return this rank's saved ZeRO state if it has the layout of the engine's tensors, otherwise ``None``."""
     everything = {**arguments, "load_optimizer_states": True, "load_module_only": False}
     if _names_difference(engine, everything, Path(arguments["load_dir"], arguments["tag"])):
         return None
-    model = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
-    states = _states(engine, arguments, model)
-    return None if _layout_difference(engine, model, states, "") else states
+    model_state = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
+    optimizer_state = _states(engine, arguments, model_state)
+    return None if _layout_difference(engine, model_state, optimizer_state, "") else optimizer_state
 
 
-def _names_difference(engine: Any, arguments: Arguments, folder: Path) -> str | None:
+def _names_difference(engine: Any, arguments: Mapping[str, Any], folder: Path) -> str | None:
     """Return why the files in ``folder`` are not those of this stage, precision, ranks and parts of the model."""
     names = [file.name for file in folder.iterdir()]
     models = [name for name in names if MODEL_FILE.fullmatch(name)]
@@ -313,14 +319,14 @@ def _opened(engine: Any, name: str, key: str | None = None) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{file.name} is missing; restore it, or load another tag")
     try:
-        found = engine.checkpoint_engine.load(name, map_location="cpu")
-        return found[key] if key else found
+        contents = engine.checkpoint_engine.load(name, map_location="cpu")
+        return contents[key] if key else contents
     except Exception as error:  # a damaged pickle can raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
         raise CheckpointError(f"{file.name} cannot be read: {reason}") from error
 
 
-def _states(engine: Any, arguments: Arguments, model: Mapping[str, Any]) -> Mapping[str, Any]:
+def _states(engine: Any, arguments: Mapping[str, Any], model_state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return this rank's saved optimizer state: that of ZeRO's wrapper, or at stage 0 of the optimizer."""
     place = arguments["load_dir"], arguments["tag"]
     if engine.zero_optimization():
@@ -328,18 +334,18 @@ def _states(engine: Any, arguments: Arguments, model: Mapping[str, Any]) -> Mapp
     if engine.has_moe_layers:
         rank = groups._get_expert_parallel_rank(groups._get_max_expert_size_name())
         return _opened(engine, engine._get_optimizer_ckpt_name(*place, rank), "optimizer")
-    return model["optimizer"]
+    return model_state["optimizer"]
 
 
-def _shape_difference(engine: Any, model: Mapping[str, Any], folder: Path, is_strict: bool) -> str | None:
+def _shape_difference(engine: Any, model_state: Mapping[str, Any], folder: Path, is_strict: bool) -> str | None:
     """Return which parameter or buffer of the model is not the saved one; ``None`` if there is none."""
     current, is_complete = _shapes(engine.module), False
     if engine.pipeline_parallelism and not engine.has_moe_layers:  # with experts DeepSpeed saves no file of a layer
         saved, current = _shapes_of_layers(engine, folder)
     elif engine.zero_optimization_partition_weights():
-        saved = {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}
+        saved = {name: tuple(shape) for group in model_state["param_shapes"] for name, shape in group.items()}
     else:
-        saved = {name: tuple(value.shape) for name, value in model["module"].items() if isinstance(value, Tensor)}
+        saved = {name: tuple(value.shape) for name, value in model_state["module"].items() if isinstance(value, Tensor)}
         is_complete = not engine.has_moe_layers  # each expert has its own file
     for name in current.keys() & saved.keys():
         if saved[name] != current[name]:
@@ -356,7 +362,7 @@ def _shape_difference(engine: Any, model: Mapping[str, Any], folder: Path, is_st
     return None
 
 
-def _shapes(module: Any) -> Shapes:
+def _shapes(module: nn.Module) -> Shapes:
     params = dict(module.named_parameters(remove_duplicate=False))
     return {
         name: tuple(getattr(params.get(name, value), "ds_shape", value.shape))
@@ -377,24 +383,28 @@ def _shapes_of_layers(engine: Any, folder: Path) -> tuple[Shapes, Shapes]:
     return saved, current
 
 
-def _layout_difference(engine: Any, model: Mapping[str, Any], states: Mapping[str, Any], convert: str) -> str | None:
+def _layout_difference(
+    engine: Any, model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], convert: str
+) -> str | None:
     """Return how the optimizer's tensors differ from the saved ones, as an error message; ``None`` if they do not."""
     wrapper = engine.optimizer
-    before, now = _precision(model.get("ds_config")), _precision(engine.config)
+    before, now = _precision(model_state.get("ds_config")), _precision(engine.config)
     if before and now and before != now:
         return f"it was saved in {before} precision, this run has {now}; {convert}"
     if not engine.zero_optimization():
-        return _order_difference(*_stage0_orders(engine.basic_optimizer, states.get("optimizer_state_dict", states)))
-    if ("loss_scaler" in states) != hasattr(wrapper, "loss_scaler"):
+        return _order_difference(
+            *_stage0_orders(engine.basic_optimizer, optimizer_state.get("optimizer_state_dict", optimizer_state))
+        )
+    if ("loss_scaler" in optimizer_state) != hasattr(wrapper, "loss_scaler"):
         before, now = ("with", "without") if hasattr(wrapper, "loss_scaler") else ("without", "with")
         return f"it was saved {before} DeepSpeed's BF16_Optimizer, this run is {now} it; {convert}"
     saved, current = (
         [[(name, list(shape)) for name, shape in group.items()] for group in shapes]
-        for shapes in (model["param_shapes"], engine._get_zero_param_shapes())
+        for shapes in (model_state["param_shapes"], engine._get_zero_param_shapes())
     )
     if text := _order_difference(list(itertools.chain(*saved)), list(itertools.chain(*current))):
         return text
-    positions = states.get("param_slice_mappings"), getattr(wrapper, "_param_slice_mappings", None)
+    positions = optimizer_state.get("param_slice_mappings"), getattr(wrapper, "_param_slice_mappings", None)
     if saved != current or (None not in positions and positions[0] != positions[1]):
         return (
             "its shards divide the parameters differently: parameter groups, their order, sub_group_size or "
@@ -403,23 +413,27 @@ def _layout_difference(engine: Any, model: Mapping[str, Any], states: Mapping[st
     return None
 
 
-def _precision(config: Any) -> str | None:
+def _precision(ds_config: Any) -> str | None:
     """Return the precision that a ds_config sets; ``None`` if only the path of its file is known."""
-    if not isinstance(config, Mapping):
+    if not isinstance(ds_config, Mapping):
         return None
     names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-    return next((short for name, short in names.items() if (config.get(name) or {}).get("enabled")), "fp32")
+    return next((short for name, short in names.items() if (ds_config.get(name) or {}).get("enabled")), "fp32")
 
 
-def _stage0_orders(optimizer: Any, states: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def _stage0_orders(optimizer: Any, optimizer_state: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return the saved and the current order of the parameters at stage 0: by name or, if none were saved, by size.
 
     The saved size of a parameter without a state is ``None``.
     """
-    if all(NAMES in group for group in states["param_groups"]):
-        names = [group[NAMES] for group in states["param_groups"]]
-        return list(itertools.chain(*names)), list(itertools.chain(*optimizer.saved_form.names))
-    entries = [states["state"].get(index, {}) for group in states["param_groups"] for index in group["params"]]
+    if all(NAMES in group for group in optimizer_state["param_groups"]):
+        names = [group[NAMES] for group in optimizer_state["param_groups"]]
+        return list(itertools.chain(*names)), list(itertools.chain(*optimizer.saved_form.names_of_groups))
+    entries = [
+        optimizer_state["state"].get(index, {})
+        for group in optimizer_state["param_groups"]
+        for index in group["params"]
+    ]
     saved = [entry["exp_avg"].numel() if "exp_avg" in entry else None for entry in entries]
     return saved, [param.numel() for group in optimizer.param_groups for param in group["params"]]
 

@@ -62,28 +62,30 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 @torch.no_grad()
-def restore(wrapper: Any, optimizer: MuonWithAuxAdam, saved: Mapping[str, Any], load_states: bool) -> None:
-    """Load ``saved``, a rank's ZeRO state, into an engine that keeps weights or states on NVMe.
+def restore(wrapper: Any, optimizer: MuonWithAuxAdam, zero_state: Mapping[str, Any], load_states: bool) -> None:
+    """Load ``zero_state``, a rank's ZeRO state, into an engine that keeps weights or states on NVMe.
 
     ``load_states``: whether to load optimizer states, settings of groups and the loss scale too, or only fp32 weights.
     """
-    loaded: dict[Tensor, dict[str, Any]] = {}
+    states_of: dict[Tensor, dict[str, Any]] = {}
     if load_states:
         for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
-            setattr(wrapper, name, saved[name])
-        loaded = _load_settings(wrapper, optimizer, saved["optimizer_state_dict"])
+            setattr(wrapper, name, zero_state[name])
+        states_of = _load_settings(wrapper, optimizer, zero_state["optimizer_state_dict"])
     for index, flat in each_sub_group(wrapper):
-        flat.data.copy_(saved["fp32_flat_groups"][index])
-        for name, value in loaded.get(flat, {}).items():
+        flat.data.copy_(zero_state["fp32_flat_groups"][index])
+        for name, value in states_of.get(flat, {}).items():
             optimizer.write_state(flat, name, value)
 
 
-def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, saved: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+def _load_settings(
+    wrapper: Any, optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]
+) -> dict[Tensor, dict[str, Any]]:
     """Load the settings of parameter groups; return {flat weights: {state key: saved state}} for the caller to copy."""
     swapped = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
     wrapper._set_fp32_optimizer_param_groups()
     try:
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(state_dict)
         return {flat: optimizer.state[flat] for flat in swapped}
     finally:
         wrapper._clear_fp32_optimizer_param_groups()

@@ -49,7 +49,7 @@ class SafeFiles(CheckpointEngine):
         #: Final path -> temporary path of each file that this rank has begun to write.
         self._files: dict[Path, Path] = {}
 
-    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder."""
         with self.errors_kept():
             Path(path).mkdir(parents=True, exist_ok=exist_ok)
@@ -93,7 +93,7 @@ class SafeFiles(CheckpointEngine):
         opened = {} if self.opened is None else self.opened
         if path not in opened:
             is_mapped = path.endswith("optim_states.pt")  # a load copies these; the script may keep what others contain
-            opened[path] = read_mapped(path) if is_mapped else self.contents.load(path, map_location)
+            opened[path] = read_mapped(Path(path)) if is_mapped else self.contents.load(path, map_location)
         return opened[path]
 
     @contextmanager
@@ -186,11 +186,11 @@ COMMON = {
 }  # fmt: skip
 
 
-def arguments_of(original: Callable, engine: Any, args: tuple, options: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(original: Callable, engine: Any, positional: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
     """Return {name: value} of all arguments of a call of the engine's method ``original``, defaults included."""
-    call = inspect.signature(original).bind(engine, *args, **options)
-    call.apply_defaults()
-    return call.arguments
+    bound = inspect.signature(original).bind(engine, *positional, **keywords)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
@@ -237,14 +237,15 @@ def save_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
         return files.commit()
 
 
-def _warn_of_different_client_states(engine: Any, state: Any) -> None:
+def _warn_of_different_client_states(engine: Any, client_state: Any) -> None:
     """Warn if ranks pass different ``client_state``, except at stage 3, where every rank's is saved; a collective."""
     plain = (str, bytes, int, float, bool, type(None))
-    facts = {
-        str(key): value if isinstance(value, plain) else type(value).__name__ for key, value in (state or {}).items()
+    comparable = {
+        str(key): value if isinstance(value, plain) else type(value).__name__
+        for key, value in (client_state or {}).items()
     }
-    found = gathered(facts)
-    differing = [rank for rank, other in enumerate(found) if other != found[0]]
+    of_ranks = gathered(comparable)
+    differing = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
     if differing and engine.zero_optimization_stage() != 3 and engine.global_rank == 0:
         logger.warning(
             f"deepspeed-muon: the client_state of ranks {differing} differs from that of rank 0. At ZeRO stages 0 to 2 "

@@ -76,8 +76,8 @@ class SavedFiles:
     """:class:`States` in the folder of one tag, as DeepSpeed saves it at any stage.
 
     Attributes:
-        values: {parameter name: {"fp32" (the weight) or a key from :data:`KEYS`: the ranks' parts of it, in order}}.
-        model: the contents of the first file with a part of the model.
+        saved_parts: {parameter name: {"fp32" (the weight) or a key from :data:`KEYS`: the ranks' parts, in order}}.
+        model_state: the contents of the first file with a part of the model.
         groups: the saved parameter groups.
         saved_by: "deepspeed-muon", "stock's Muon" or "AdamW".
         stage: of ZeRO.
@@ -90,37 +90,41 @@ class SavedFiles:
             raise ImportStateError(f"{folder} has no mp_rank_00_model_states.pt; name the folder of one tag")
         models = [read_mapped(file) for file in self.files]
         files = _by_rank(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"))
-        ranks = [read_mapped(file)["optimizer_state_dict"] for file in files]
-        self.model: dict[str, Any] = models[0]
-        outer = ranks[0] if ranks else self.model["optimizer"] or {"param_groups": []}
-        self.groups, self.stage = saved_groups(outer), int(ranks[0].get("zero_stage", 1)) if ranks else 0
+        zero_states = [read_mapped(file)["optimizer_state_dict"] for file in files]
+        self.model_state: dict[str, Any] = models[0]
+        outer = zero_states[0] if zero_states else self.model_state["optimizer"] or {"param_groups": []}
+        self.groups, self.stage = saved_groups(outer), int(zero_states[0].get("zero_stage", 1)) if zero_states else 0
         self.is_ours = any("matrices" in group for group in self.groups)
         is_stocks = not self.is_ours and any("use_muon" in group for group in self.groups)
         self.saved_by = "deepspeed-muon" if self.is_ours else "stock's Muon" if is_stocks else "AdamW"
         self.title, self.loss_scale = f"a checkpoint of {self.saved_by}", 1.0
-        self.values: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        self.saved_parts: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         self.is_muon: dict[str, bool] = {}
-        self._steps: dict[str, float] = {}
+        self._steps_taken: dict[str, float] = {}
         self._matrices = {name for group in self.groups for name in group.get("matrices", ())}
-        module = {name: value for name, value in (self.model["module"] or {}).items() if isinstance(value, Tensor)}
-        self.shapes = {name: tuple(value.shape) for name, value in module.items()}
-        frozen = self.model.get(constants.FROZEN_PARAM_SHAPES) or {}
-        for shapes in (*(self.model[constants.PARAM_SHAPES] or ()), frozen):
+        module_state = {
+            name: value for name, value in (self.model_state["module"] or {}).items() if isinstance(value, Tensor)
+        }
+        self.shapes = {name: tuple(value.shape) for name, value in module_state.items()}
+        frozen = self.model_state.get(constants.FROZEN_PARAM_SHAPES) or {}
+        for shapes in (*(self.model_state[constants.PARAM_SHAPES] or ()), frozen):
             self.shapes |= {name: tuple(shape) for name, shape in shapes.items()}
-        if ranks:
-            self._add_zero(ranks)
+        if zero_states:
+            self._add_zero(zero_states)
         else:
-            self._add_stage0(outer, module)
+            self._add_stage0(outer, module_state)
         #: Names of trained parameters without states.
-        self.without_state = [name for name in self.values if name not in self.is_muon]
-        for name in self.shapes.keys() - self.values.keys():  # frozen parameters and buffers
+        self.without_state = [name for name in self.saved_parts if name not in self.is_muon]
+        for name in self.shapes.keys() - self.saved_parts.keys():  # frozen parameters and buffers
             fragments = [(model.get(constants.FROZEN_PARAM_FRAGMENTS) or {}).get(name) for model in models]
-            is_whole = name in module and tuple(module[name].shape) == self.shapes[name]
-            self.values[name][WEIGHT] = [module[name]] if is_whole else [part for part in fragments if part is not None]
+            is_whole = name in module_state and tuple(module_state[name].shape) == self.shapes[name]
+            self.saved_parts[name][WEIGHT] = (
+                [module_state[name]] if is_whole else [part for part in fragments if part is not None]
+            )
 
     def read(self, name: str, key: str) -> Tensor:
         """Return a parameter's weight (``key="fp32"``) or state ``key``, 1-D; an empty tensor if it was not saved."""
-        parts = [part.reshape(-1) for part in self.values.get(name, {}).get(key, ())]
+        parts = [part.reshape(-1) for part in self.saved_parts.get(name, {}).get(key, ())]
         if not parts:
             return torch.empty(0, dtype=torch.float32, device="cpu")
         value = torch.cat(parts)[: math.prod(self.shapes[name])]  # a frozen parameter's last part may be padded
@@ -131,42 +135,42 @@ class SavedFiles:
         """Return how many steps the parameter had taken."""
         missed = next((group[STARTED][name] for group in self.groups if name in group.get(STARTED, {})), 0)
         # Stock's Muon counts no steps of its own; those of another parameter, or the engine's, are the same.
-        engines = float(self.model["global_steps"] - self.model["skipped_steps"])
-        return self._steps.get(name, next(iter(self._steps.values()), engines)) - missed
+        engines = float(self.model_state["global_steps"] - self.model_state["skipped_steps"])
+        return self._steps_taken.get(name, next(iter(self._steps_taken.values()), engines)) - missed
 
-    def _add(self, name: str, use_muon: bool, saved: Mapping[str, Tensor], part: slice = slice(None)) -> None:
-        """Append one rank's values of a parameter: the slice ``part`` of the flat tensors in ``saved``."""
+    def _add(self, name: str, use_muon: bool, flat_states: Mapping[str, Tensor], part: slice = slice(None)) -> None:
+        """Append one rank's values of a parameter: the slice ``part`` of the flat tensors in ``flat_states``."""
         use_muon = name in self._matrices if self.is_ours else use_muon
         for key in (WEIGHT, *KEYS[use_muon]):
             file_key = MOMENTUM if self.is_ours and use_muon and key != WEIGHT else key
-            if file_key in saved:
-                self.values[name][key].append(saved[file_key][part])
+            if file_key in flat_states:
+                self.saved_parts[name][key].append(flat_states[file_key][part])
                 if key != WEIGHT:
                     self.is_muon[name] = use_muon
-        if "step" in saved:
-            self._steps.setdefault(name, float(saved["step"]))
+        if "step" in flat_states:
+            self._steps_taken.setdefault(name, float(flat_states["step"]))
 
-    def _add_zero(self, ranks: list[dict[str, Any]]) -> None:
-        """Add the parameters of stages 1 to 3, from the parts that the ranks saved. ``ranks``: the states of each."""
-        section = (self.model.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+    def _add_zero(self, zero_states: list[dict[str, Any]]) -> None:
+        """Add the parameters of stages 1 to 3, from the parts that the ranks saved. ``zero_states``: that of each."""
+        section = (self.model_state.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
         is_whole = False
         if self.saved_by == "stock's Muon" and section.get("device", "none") == "none":
-            self.loss_scale = float(getattr(ranks[0].get("loss_scaler"), "cur_scale", 1.0))
-            is_whole = self.stage < 3 and "zero_stage" in ranks[0]
+            self.loss_scale = float(getattr(zero_states[0].get("loss_scaler"), "cur_scale", 1.0))
+            is_whole = self.stage < 3 and "zero_stage" in zero_states[0]
         weights = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         use_muon = {index: bool(group.get("use_muon")) for group in self.groups for index in group["params"]}
-        for rank, state in enumerate(ranks):
+        for rank, state in enumerate(zero_states):
             states = (state.get("base_optimizer_state") or state["optimizer_state_dict"])["state"]
-            for index, shapes in enumerate(self.model[constants.PARAM_SHAPES]):
+            for index, shapes in enumerate(self.model_state[constants.PARAM_SHAPES]):
                 saved = {WEIGHT: state[weights][index], **states.get(index, {})}
                 whole = saved.pop("momentum_buffer", None) if is_whole else None
                 numels = [math.prod(shape) for shape in shapes.values()]
                 if self.stage == 3:
-                    placements = stage3.placements(stage3.part_size(numel, len(ranks)) for numel in numels)
+                    placements = stage3.placements(stage3.part_size(numel, len(zero_states)) for numel in numels)
                 else:
                     paddings = state.get("param_alignment_paddings", {index: [0] * len(numels)})[index]
                     # The padding at the end of a group is not saved. If it shortens rank 0's part, others hold nothing.
-                    span = ranks[0][weights][index].numel()
+                    span = zero_states[0][weights][index].numel()
                     placements = stage12.placements(map(sum, zip(numels, paddings, strict=True)), span)
                 for name, numel, placement in zip(shapes, numels, placements, strict=True):
                     start, stop = placement.held_range(rank, 0, numel)
@@ -175,10 +179,10 @@ class SavedFiles:
                     at = placement.position(start)
                     self._add(name, use_muon[index], saved, slice(at, at + stop - start))
                     if whole is not None:
-                        self.values[name]["momentum_buffer"], whole = [whole[:numel]], whole[numel:]
+                        self.saved_parts[name]["momentum_buffer"], whole = [whole[:numel]], whole[numel:]
                         self.is_muon[name] = True
 
-    def _add_stage0(self, outer: Mapping[str, Any], module: Mapping[str, Tensor]) -> None:
+    def _add_stage0(self, outer: Mapping[str, Any], module_state: Mapping[str, Tensor]) -> None:
         """Add the parameters of stage 0, of which only this package saves the names."""
         base, names = outer.get("optimizer_state_dict", outer), [group.get(NAMES, ()) for group in self.groups]
         if [*map(len, names)] != [len(group["params"]) for group in self.groups]:
@@ -186,7 +190,7 @@ class SavedFiles:
                 "the optimizer states of this stage-0 checkpoint have no parameter names, because another optimizer or "
                 "an older version saved it; load it with the optimizer that saved it, or load only its weights"
             )
-        masters = outer.get("fp32_groups") or [[module[name] for name in group] for group in names]
+        masters = outer.get("fp32_groups") or [[module_state[name] for name in group] for group in names]
         indices = (index for group in self.groups for index in group["params"])
         for name, index, weight in zip(chain(*names), indices, chain(*masters), strict=True):
             entry = base["state"].get(index, {}) | {WEIGHT: weight.detach().float()}
@@ -211,7 +215,7 @@ class Match(NamedTuple):
     outcomes: dict[str, list[str]]
 
 
-def match(optimizer: MuonWithAuxAdam, states: States, is_changed: bool = False) -> Match:
+def match(optimizer: MuonWithAuxAdam, other_run: States, is_changed: bool = False) -> Match:
     """Decide what becomes of the optimizer's parameters; nothing is written yet.
 
     ``is_changed``: whether the model may have changed. Then state that is missing, or of Muon where AdamW updates now,
@@ -222,18 +226,18 @@ def match(optimizer: MuonWithAuxAdam, states: States, is_changed: bool = False) 
     """
     # If the other run used Muon, what it left to AdamW probably belongs there, unless the config says otherwise.
     config = optimizer.config
-    has_choice = is_changed or "import_momentum" in config.model_fields_set or not any(states.is_muon.values())
+    has_choice = is_changed or "import_momentum" in config.model_fields_set or not any(other_run.is_muon.values())
     momentum = config.import_momentum if has_choice else None
     actions: dict[str, str] = {}
     outcomes: dict[str, list[str]] = defaultdict(list)
     refused: dict[str, list[str]] = defaultdict(list)
     for spec in optimizer.specs.values():
-        was_muon, old, new = states.is_muon.get(spec.name), states.shapes.get(spec.name, spec.shape), spec.shape
+        was_muon, old, new = other_run.is_muon.get(spec.name), other_run.shapes.get(spec.name, spec.shape), spec.shape
         action: str | None = "zero" if is_changed else None
         if old != new and (was_muon or spec.use_muon or len(old) != len(new) or old[1:] != new[1:]):
             action, text = None, f"shape {list(old)} in the other run and {list(new)} in the model"
         elif was_muon is None:
-            text = "without state in the other run" if spec.name in states.shapes else "not in the other run"
+            text = "without state in the other run" if spec.name in other_run.shapes else "not in the other run"
         elif was_muon is spec.use_muon:
             rows = f"{old[0]} rows became {new[0]}, the rows that both have " if old != new else ""
             action, text = "kept", f"{rows}as saved"
@@ -250,7 +254,7 @@ def match(optimizer: MuonWithAuxAdam, states: States, is_changed: bool = False) 
             'that changed at zero: "import_momentum": "zero"'
         )
         texts = [f"{text}: {listed(names, MAX_LISTED)}" for text, names in list(refused.items())[:4]]
-        raise ImportStateError(f"cannot import {states.title}: {'; '.join(texts)}{'' if is_changed else cure}")
+        raise ImportStateError(f"cannot import {other_run.title}: {'; '.join(texts)}{'' if is_changed else cure}")
     return Match(actions, outcomes)
 
 
@@ -264,7 +268,7 @@ def log_outcomes(what: str, outcomes: Mapping[str, Sequence[str]]) -> None:
 
 
 @torch.no_grad()
-def write(adapter: Any, states: States, actions: Mapping[str, str]) -> None:
+def write(adapter: Any, other_run: States, actions: Mapping[str, str]) -> None:
     """Write weights, and states as ``actions`` says (:class:`Match`; if it is empty, none), on this rank.
 
     Afterwards the weights must be copied into the model; see :meth:`Adapter.publish_weights`.
@@ -272,36 +276,40 @@ def write(adapter: Any, states: States, actions: Mapping[str, str]) -> None:
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():
         if actions:
-            _write_steps(optimizer, partition, states, actions)
+            _write_steps(optimizer, partition, other_run, actions)
         for shard, start, stop, position in partition.pieces():
             name, tensor = shard.spec.name, partition.tensors[shard.tensor]
-            values = states.read(name, WEIGHT).reshape(-1)[start:stop]
+            values = other_run.read(name, WEIGHT).reshape(-1)[start:stop]
             tensor.view(-1)[position : position + values.numel()] = values
             for key in KEYS[shard.spec.use_muon] if actions else ():
                 values = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
                 if actions[name] != "zero":
-                    saved = states.read(name, "exp_avg" if actions[name] == "first_moment" else key)
+                    saved = other_run.read(name, "exp_avg" if actions[name] == "first_moment" else key)
                     saved = saved.reshape(-1)[start:stop]
                     values[: saved.numel()] = saved  # rows that are new stay zero
                 optimizer.write_state(tensor, key, values, position)
 
 
-def _write_steps(optimizer: MuonWithAuxAdam, partition: Partition, states: States, actions: Mapping[str, str]) -> None:
+def _write_steps(
+    optimizer: MuonWithAuxAdam, partition: Partition, other_run: States, actions: Mapping[str, str]
+) -> None:
     """Write step counts. Under ZeRO a tensor contains several parameters, and has the largest count of theirs.
 
     An AdamW group also stores how many fewer steps each parameter has taken.
     """
     # Moments at zero count from 0, so that their bias correction starts again.
-    names = {shard.spec.name: shard.tensor for shard in partition.shards}
-    taken = {name: 0.0 if actions[name] == "zero" else states.step(name) for name in names}
-    largest: dict[int, float] = {}
-    for name, index in names.items():
-        largest[index] = max(taken[name], largest.get(index, 0.0))
-    for index, count in largest.items():
+    tensor_of = {shard.spec.name: shard.tensor for shard in partition.shards}
+    taken = {name: 0.0 if actions[name] == "zero" else other_run.step(name) for name in tensor_of}
+    most_steps: dict[int, float] = {}
+    for name, index in tensor_of.items():
+        most_steps[index] = max(taken[name], most_steps.get(index, 0.0))
+    for index, count in most_steps.items():
         optimizer.state[partition.tensors[index]]["step"].fill_(count)
     group = optimizer.param_groups[partition.index]
     if not group["use_muon"]:
-        missed = group.pop(STARTED, {}) | {name: int(largest[index] - taken[name]) for name, index in names.items()}
+        missed = group.pop(STARTED, {}) | {
+            name: int(most_steps[index] - taken[name]) for name, index in tensor_of.items()
+        }
         if missed := {name: count for name, count in missed.items() if count}:
             group[STARTED] = missed
 
@@ -325,25 +333,25 @@ def load_by_name(
     )
 
     def read() -> tuple[SavedFiles, Match]:
-        saved = SavedFiles(folder)
+        saved_files = SavedFiles(folder)
         if load_schedule:
-            _check_schedule(engine.lr_scheduler, saved.model.get("lr_scheduler"))
-        return saved, match(optimizer, saved, is_changed=True)
+            _check_schedule(engine.lr_scheduler, saved_files.model_state.get("lr_scheduler"))
+        return saved_files, match(optimizer, saved_files, is_changed=True)
 
-    saved, (actions, outcomes) = raise_on_all_ranks(
+    saved_files, (actions, outcomes) = raise_on_all_ranks(
         read, lambda why: CheckpointError(f"{folder} cannot be matched: {why}")
     )
-    write(adapter, saved, actions if load_states else {})
+    write(adapter, saved_files, actions if load_states else {})
     adapter.publish_weights()
-    if load_states and saved.is_ours:
-        optimizer.owner_state.load(saved.groups, optimizer.context.is_logging)
+    if load_states and saved_files.is_ours:
+        optimizer.owner_state.load(saved_files.groups, optimizer.context.is_logging)
         optimizer.after_load()
-    outcomes |= _write_untrained(engine, saved)
-    client_state = _load_counters(engine, arguments, saved.model, load_schedule)
+    outcomes |= _write_untrained(engine, saved_files)
+    client_state = _load_counters(engine, arguments, saved_files.model_state, load_schedule)
     if engine.global_rank == 0:
         settings = "with the learning rates and other settings of this run's config"
         log_outcomes(f"{folder} was loaded by parameter names, {settings}", outcomes)
-    return str(saved.files[0]), client_state
+    return str(saved_files.files[0]), client_state
 
 
 def _check_schedule(schedule: Any, saved: Mapping[str, Any] | None) -> None:
@@ -359,25 +367,25 @@ def _check_schedule(schedule: Any, saved: Mapping[str, Any] | None) -> None:
 
 
 def _load_counters(
-    engine: Any, arguments: Mapping[str, Any], model: Mapping[str, Any], load_schedule: bool
+    engine: Any, arguments: Mapping[str, Any], model_state: Mapping[str, Any], load_schedule: bool
 ) -> dict[str, Any]:
     """Load what DeepSpeed keeps in the model's file, except weights; return the script's ``client_state``."""
     left_out = {"module"} if arguments["load_module_only"] else set(COUNTED)
     left_out |= {kind for kind in ("lr_scheduler", "optimizer") if arguments[f"load_{kind}_states"]}
     if load_schedule:
-        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
+        engine.lr_scheduler.load_state_dict(model_state["lr_scheduler"])
     if not arguments["load_module_only"]:
-        if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and model.get("random_ltd"):
-            engine.random_ltd_scheduler.load_state_dict(model["random_ltd"])
-        if engine.curriculum_learning_enabled() and engine.training_dataloader and model.get("data_sampler"):
-            engine.training_dataloader.data_sampler.load_state_dict(model["data_sampler"])
-        engine.global_steps, engine.skipped_steps = model["global_steps"], model["skipped_steps"]
-        engine.global_samples = model.get("global_samples", engine.global_steps * engine.train_batch_size())
-    return {key: value for key, value in model.items() if key not in left_out}
+        if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and model_state.get("random_ltd"):
+            engine.random_ltd_scheduler.load_state_dict(model_state["random_ltd"])
+        if engine.curriculum_learning_enabled() and engine.training_dataloader and model_state.get("data_sampler"):
+            engine.training_dataloader.data_sampler.load_state_dict(model_state["data_sampler"])
+        engine.global_steps, engine.skipped_steps = model_state["global_steps"], model_state["skipped_steps"]
+        engine.global_samples = model_state.get("global_samples", engine.global_steps * engine.train_batch_size())
+    return {key: value for key, value in model_state.items() if key not in left_out}
 
 
 @torch.no_grad()
-def _write_untrained(engine: Any, saved: SavedFiles) -> dict[str, list[str]]:
+def _write_untrained(engine: Any, saved_files: SavedFiles) -> dict[str, list[str]]:
     """Copy the checkpoint's frozen parameters and buffers into the model; a collective at stage 3.
 
     Return {text for the log: names} of parameters that are not trained.
@@ -389,14 +397,14 @@ def _write_untrained(engine: Any, saved: SavedFiles) -> dict[str, list[str]]:
     params, buffers = dict(engine.module.named_parameters()), dict(engine.module.named_buffers())
     for name, value in (params | buffers).items():
         shape = tuple(getattr(value, "ds_shape", value.shape))
-        is_known = saved.shapes.get(name) == shape
+        is_known = saved_files.shapes.get(name) == shape
         if name in params and name not in trained:
             outcomes["frozen, weight as saved" if is_known else "frozen, as the model was built"].append(name)
         if is_known and name not in trained:
             with GatheredParameters([value] if name in params else [], modifier_rank=0):
                 if value.numel():
-                    value.copy_(saved.read(name, WEIGHT).reshape(shape))
-    if gone := sorted(saved.shapes.keys() - params.keys() - buffers.keys()):
+                    value.copy_(saved_files.read(name, WEIGHT).reshape(shape))
+    if gone := sorted(saved_files.shapes.keys() - params.keys() - buffers.keys()):
         outcomes["dropped, not in this model"] = gone
     return outcomes
 
@@ -404,41 +412,41 @@ def _write_untrained(engine: Any, saved: SavedFiles) -> dict[str, list[str]]:
 # ---- write, to a universal checkpoint -----------------------------------------------------------------------------
 
 
-def import_stocks_muon(source: Path, target: Path) -> dict[str, Any]:
-    """Write ``source``, one tag's folder saved by stock DeepSpeed's Muon, as the universal checkpoint ``target``.
+def import_stocks_muon(stock_folder: Path, universal_folder: Path) -> dict[str, Any]:
+    """Write a checkpoint of stock DeepSpeed's Muon, the folder of one tag, as a universal checkpoint.
 
     Return a dict: "from" and "to" (the paths), "stage" (of ZeRO), "matrices" and "adamw" (how many parameters Muon and
     AdamW update) and "loss_scale" (by which the momentum was divided).
 
     Raises:
-        ImportStateError: ``target`` exists, stock's Muon did not save ``source``, or states are missing. Nothing is
-            written then.
+        ImportStateError: ``universal_folder`` exists, stock's Muon did not save ``stock_folder``, or states are
+            missing. Nothing is written then.
     """
-    if target.exists():
-        raise ImportStateError(f"{target} exists already; name a new folder")
-    saved = SavedFiles(source)
-    if saved.saved_by != "stock's Muon":
+    if universal_folder.exists():
+        raise ImportStateError(f"{universal_folder} exists already; name a new folder")
+    saved_files = SavedFiles(stock_folder)
+    if saved_files.saved_by != "stock's Muon":
         raise ImportStateError(
-            f"{source} is not a checkpoint of stock DeepSpeed's Muon; convert checkpoints of AdamW and of "
+            f"{stock_folder} is not a checkpoint of stock DeepSpeed's Muon; convert checkpoints of AdamW and of "
             "deepspeed-muon with python -m deepspeed.checkpoint.ds_to_universal (AdamW's with --inject_missing_state)"
         )
-    if absent := saved.without_state:
+    if absent := saved_files.without_state:
         raise ImportStateError(
-            f"{source} has no optimizer state of {', '.join(absent[:8])}; load only its weights (with "
+            f"{stock_folder} has no optimizer state of {', '.join(absent[:8])}; load only its weights (with "
             "save_muon_momentum_buffer_in_memory, stock's Muon does not save the momentum)"
         )
-    for name, is_muon in saved.is_muon.items():
-        folder = target / "zero" / name
+    for name, is_muon in saved_files.is_muon.items():
+        folder = universal_folder / "zero" / name
         folder.mkdir(parents=True)
         for key in (WEIGHT, *KEYS[is_muon]):
-            value = saved.read(name, key).view(saved.shapes[name])
+            value = saved_files.read(name, key).view(saved_files.shapes[name])
             torch.save({"param": value.clone()}, folder / f"{MOMENTUM if key == 'momentum_buffer' else key}.pt")
-        torch.save(saved.step(name), folder / "step.pt")
-    matrices = sorted(name for name, is_muon in saved.is_muon.items() if is_muon)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in saved.groups]
+        torch.save(saved_files.step(name), folder / "step.pt")
+    matrices = sorted(name for name, is_muon in saved_files.is_muon.items() if is_muon)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in saved_files.groups]
     groups = [group | ({"matrices": matrices} if group["use_muon"] else {}) for group in groups]
-    torch.save({"param_groups": groups, ORIGIN: saved.saved_by}, target / "zero" / "optimizer_state.pt")
-    shutil.copy2(saved.files[0], target)
-    (target.parent / "latest_universal").write_text(target.name)
-    facts = {"stage": saved.stage, "matrices": len(matrices), "adamw": len(saved.is_muon) - len(matrices)}
-    return {"from": str(source), "to": str(target), **facts, "loss_scale": saved.loss_scale}
+    torch.save({"param_groups": groups, ORIGIN: saved_files.saved_by}, universal_folder / "zero" / "optimizer_state.pt")
+    shutil.copy2(saved_files.files[0], universal_folder)
+    (universal_folder.parent / "latest_universal").write_text(universal_folder.name)
+    facts = {"stage": saved_files.stage, "matrices": len(matrices), "adamw": len(saved_files.is_muon) - len(matrices)}
+    return {"from": str(stock_folder), "to": str(universal_folder), **facts, "loss_scale": saved_files.loss_scale}

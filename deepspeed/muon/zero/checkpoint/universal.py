@@ -9,7 +9,7 @@ so ranks, stage and parameter order may change. Files are memory-mapped; each ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import (
     KEPT_AS,
-    Groups,
     check_groups,
     fused_names,
     group_kinds,
@@ -62,21 +61,21 @@ def load(adapter: Adapter, original: Callable, path: str, load_states: bool, loa
     """
     engine, optimizer = adapter.engine, adapter.optimizer
     check = partial(_opened, engine, optimizer, path, load_states)
-    folder, found = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
-    write(adapter, folder, found.actions)
-    if load_states and folder.is_ours:
-        _load_owner_state(engine, optimizer, folder)
-        _load_settings(adapter.wrapper, optimizer, folder)
+    checkpoint, matched = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
+    write(adapter, checkpoint, matched.actions)
+    if load_states and checkpoint.is_ours:
+        _load_owner_state(engine, optimizer, checkpoint)
+        _load_settings(adapter.wrapper, optimizer, checkpoint)
     else:
         apply_schedule(engine)
     if engine.global_rank == 0:
-        log_outcomes(f"imported the optimizer states of {folder.title}", found.outcomes)
-        if not folder.is_ours:
-            _warn_of_fused(optimizer, folder, found.actions)
+        log_outcomes(f"imported the optimizer states of {checkpoint.title}", matched.outcomes)
+        if not checkpoint.is_ours:
+            _warn_of_fused(optimizer, checkpoint, matched.actions)
         _warn_of_what_stays(engine, optimizer)
 
 
-def either_name(original: Callable[[str, Any], list[str]], folder: str, tag: Any) -> list[str]:
+def either_name(original: Callable, folder: str, tag: Any) -> list[str]:
     """Replace ``_get_all_ckpt_names``: find model files under the names of other ZeRO stages too."""
     patterns = ("mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_*_model_states.pt")
     others = (sorted(map(str, Path(folder, str(tag)).glob(pattern))) for pattern in patterns)
@@ -128,13 +127,13 @@ class Folder:
             f"the universal checkpoint {self.zero.parent} has no step count for {name}; convert it again"
         )
 
-    def check(self, wanted: Mapping[MatrixSpec, Iterable[str]], rank: int, world_size: int) -> None:
+    def check(self, state_keys: Mapping[MatrixSpec, Iterable[str]], rank: int, world_size: int) -> None:
         """Raise ImportStateError if a file of a parameter is missing, or has a wrong number of elements.
 
-        ``wanted``: parameter -> keys of the states that must exist, in addition to the weight. The ranks divide the
-        work: each checks the sizes of every ``world_size``-th parameter, from number ``rank`` on.
+        ``state_keys``: parameter -> keys of the states that must exist, in addition to the weight. The ranks divide
+        the work: each checks the sizes of every ``world_size``-th parameter, from number ``rank`` on.
         """
-        files = [f"zero/{spec.name}/{key}.pt" for spec, keys in wanted.items() for key in (WEIGHT, *keys)]
+        files = [f"zero/{spec.name}/{key}.pt" for spec, keys in state_keys.items() for key in (WEIGHT, *keys)]
         if missing := [file for file in files if not (self.zero.parent / file).is_file()]:
             raise ImportStateError(
                 f"the universal checkpoint {self.zero.parent} lacks {len(missing)} files of this model's parameters "
@@ -142,7 +141,7 @@ class Folder:
                 "load it into the model that was saved, or convert it again"
             )
         other = []
-        for spec, keys in list(wanted.items())[rank::world_size]:
+        for spec, keys in list(state_keys.items())[rank::world_size]:
             self.step(spec.name)
             current = math.prod(self.shards[spec.name][0].shape) if spec.name in self.shards else spec.numel
             for key in (WEIGHT, *keys):
@@ -193,28 +192,30 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Match]:
     """Open and check a universal checkpoint; return (checkpoint, what becomes of the parameters)."""
-    folder, found = Folder(path, _shards(engine, optimizer)), Match({}, {})
+    checkpoint, matched = Folder(path, _shards(engine, optimizer)), Match({}, {})
     if load_states:
-        was_muon = any(folder.is_muon.values())
-        if folder.is_ours and was_muon and "import_momentum" not in optimizer.config.model_fields_set:
-            check_groups(optimizer, folder.groups)
-        found = match(optimizer, folder)
-    keys = {True: (MOMENTUM,), False: KEYS[False]}
-    is_read = {name: action != "zero" for name, action in found.actions.items()}
-    wanted = {spec: keys[spec.use_muon] if is_read.get(spec.name) else () for spec in optimizer.specs.values()}
-    folder.check(wanted, engine.global_rank, engine.world_size)
-    return folder, found
+        was_muon = any(checkpoint.is_muon.values())
+        if checkpoint.is_ours and was_muon and "import_momentum" not in optimizer.config.model_fields_set:
+            check_groups(optimizer, checkpoint.groups)
+        matched = match(optimizer, checkpoint)
+    keys_by_use = {True: (MOMENTUM,), False: KEYS[False]}
+    is_read = {name: action != "zero" for name, action in matched.actions.items()}
+    state_keys = {
+        spec: keys_by_use[spec.use_muon] if is_read.get(spec.name) else () for spec in optimizer.specs.values()
+    }
+    checkpoint.check(state_keys, engine.global_rank, engine.world_size)
+    return checkpoint, matched
 
 
-def _load_owner_state(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
+def _load_owner_state(engine: Any, optimizer: MuonWithAuxAdam, checkpoint: Folder) -> None:
     """Load the state of update rules from a universal checkpoint; warn if some is missing and starts at zero."""
     # DeepSpeed's converter keeps the state that one rank saved: that of other stages, experts and shards is lost.
-    several = {name for name, (sharding, _) in folder.shards.items() if len(sharding.ranges) > 1}
+    several = {name for name, (sharding, _) in checkpoint.shards.items() if len(sharding.ranges) > 1}
     if optimizer.config.tp_mode == "whole":
         several &= {spec.name for param, spec in optimizer.specs.items() if expert_group(param)}
     blocks = [block for partition in optimizer.partitions for block in partition.blocks]
     ambiguous = {block.name for block in blocks if block.shard.spec.name in several}
-    optimizer.owner_state.load(folder.groups, optimizer.context.is_logging, not_saved=ambiguous)
+    optimizer.owner_state.load(checkpoint.groups, optimizer.context.is_logging, not_saved=ambiguous)
     dropped = optimizer.owner_state.without_state(block.name for block in blocks)
     if dropped and comm.get_rank(group=engine.seq_data_parallel_group) == 0:
         logger.warning(
@@ -224,15 +225,15 @@ def _load_owner_state(engine: Any, optimizer: MuonWithAuxAdam, folder: Folder) -
         )
 
 
-def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> None:
+def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, checkpoint: Folder) -> None:
     """Load settings of parameter groups, the clipping threshold and the loss scaler from a universal checkpoint."""
     # Each is loaded only if this run has the same kind of groups, or the same class of scaler.
-    for group, saved in _matched(optimizer, folder.groups):
+    for group, saved in _matched(optimizer, checkpoint.groups):
         settings = settings_of(group, saved)
         group.update({key: value for key, value in settings.items() if key != STARTED})  # counted again for this layout
         group.pop(KEPT_AS, None)
     optimizer.after_load()
-    common = folder.common
+    common = checkpoint.common
     if hasattr(wrapper, "clip_grad") and "clip_grad" in common:
         wrapper.clip_grad = common["clip_grad"]
     scaler = common.get("loss_scaler")
@@ -240,16 +241,18 @@ def _load_settings(wrapper: Any, optimizer: MuonWithAuxAdam, folder: Folder) -> 
         wrapper.loss_scaler = scaler
 
 
-def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+def _matched(
+    optimizer: MuonWithAuxAdam, groups_of_checkpoint: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Yield (parameter group of this run, saved group whose settings it takes) for each group that has a match.
 
     Groups are matched by position; in a pipeline by name, because the converter keeps the groups of one stage only.
     """
     if optimizer.context.muon_of_all_stages is None:
-        if group_kinds(saved) == group_kinds(optimizer.param_groups):
-            yield from zip(optimizer.param_groups, saved, strict=True)
+        if group_kinds(groups_of_checkpoint) == group_kinds(optimizer.param_groups):
+            yield from zip(optimizer.param_groups, groups_of_checkpoint, strict=True)
         return
-    by_name = {group.get("name"): group for group in saved}
+    by_name = {group.get("name"): group for group in groups_of_checkpoint}
     for group in optimizer.param_groups:
         if group["name"] in by_name:
             yield group, by_name[group["name"]]
@@ -261,13 +264,13 @@ def _matched(optimizer: MuonWithAuxAdam, saved: Groups) -> Iterator[tuple[dict[s
             )
 
 
-def _warn_of_fused(optimizer: MuonWithAuxAdam, folder: Folder, actions: Mapping[str, str]) -> None:
+def _warn_of_fused(optimizer: MuonWithAuxAdam, checkpoint: Folder, actions: Mapping[str, str]) -> None:
     """Warn about fused parameters, such as QKV, that Muon splits now but may have updated whole in the other run."""
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             f"deepspeed-muon: {len(names)} fused parameters (first: {names[0]}) are now updated as several matrices; "
-            f'if the run that saved {folder.title} updated each as one, set "muon_fused": "whole" in optimizer.params '
-            "to keep that"
+            f'if the run that saved {checkpoint.title} updated each as one, set "muon_fused": "whole" in '
+            "optimizer.params to keep that"
         )
 
 

@@ -98,15 +98,15 @@ class Adapter:
         raise NotImplementedError
 
     def sharded_partition(
-        self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], ranks: Any
+        self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], group: Any
     ) -> Partition:
-        """Return a :class:`Partition` for parameters that ZeRO shards over the process group ``ranks``.
+        """Return a :class:`Partition` for parameters that ZeRO shards over a process group, ``group``.
 
         ``index``: index of their parameter group in the optimizer. ``tensor``: this rank's flat fp32 shard of the
         parameters. ``placements``: {parameter: where its elements lie in the flat shards of all ranks}.
         """
         shards = tuple(Shard(self.optimizer.specs[param], 0, placement) for param, placement in placements.items())
-        return Partition(index, (tensor,), shards, ranks, comm.get_rank(ranks), comm.get_world_size(ranks))
+        return Partition(index, (tensor,), shards, group, comm.get_rank(group), comm.get_world_size(group))
 
     def prepare(self, group_count: int) -> None:
         """Replace the wrapper's methods that would go wrong in a step with Muon. Call this once, before the first step.
@@ -162,18 +162,18 @@ class Adapter:
 
 
 class Seam(NamedTuple):
-    """A DeepSpeed attribute that deepspeed-muon replaces: ``path`` in ``module``, such as ``DeepSpeedEngine.step``."""
+    """A DeepSpeed attribute that deepspeed-muon replaces: ``path`` in a module, such as ``DeepSpeedEngine.step``."""
 
-    module: str
+    module_name: str
     path: str
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.path}"
+        return f"{self.module_name}.{self.path}"
 
     def find(self) -> tuple[Any, str]:
         """Return (class or module, name of its attribute). Raise ImportError or AttributeError if it does not exist."""
         *parts, name = self.path.split(".")
-        owner = functools.reduce(getattr, parts, importlib.import_module(self.module))
+        owner = functools.reduce(getattr, parts, importlib.import_module(self.module_name))
         getattr(owner, name)
         return owner, name
 
@@ -233,14 +233,14 @@ class NormWatch:
         # Not the combined norm: a bad group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
         self._norms: list[Any] = []
 
-    def start(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
+    def start(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Replace the wrapper's ``step``: forget the norms of the step before."""
         self._norms.clear()
-        return step(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    def listen(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
+    def listen(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Replace a method of :data:`NORM_METHODS`: remember what it returns."""
-        self._norms.append(method(*args, **kwargs))
+        self._norms.append(original(*args, **kwargs))
         return self._norms[-1]
 
     def read(self, flags: Tensor) -> list[int]:
@@ -250,10 +250,10 @@ class NormWatch:
             return flags.tolist()
         norms = torch.cat([norm.reshape(1) for norm in late])
         are_valid = torch.logical_and(norms >= 0, norms < math.inf).to(torch.int32)
-        *found, of_norms = torch.cat([flags, are_valid.min().view(1)]).tolist()
+        *elements, of_norms = torch.cat([flags, are_valid.min().view(1)]).tolist()
         others = [norm for norm in self._norms if not any(norm is one for one in late)]
         self._norms[:] = [*others, 0.0 if of_norms else -1.0]
-        return found
+        return elements
 
     def __call__(self) -> Agreed:
         """Return whether all norms of this step are finite, with the same result on all ranks.
@@ -291,16 +291,16 @@ def is_valid(norm: Any) -> bool:
     return 0 <= float(norm) < math.inf  # ZeRO reports -1; comparisons with NaN are false
 
 
-def with_all_experts(wrapper: Any, norm: Callable, *args: Any) -> Any:
-    """Replace ``norm``, the method that returns a parameter group's gradient norm at stages 1 and 2: count all experts.
+def with_all_experts(wrapper: Any, original: Callable, *args: Any) -> Any:
+    """Replace a method of :data:`NORM_METHODS` at stages 1 and 2: count all experts.
 
     The original counts experts on tensor-parallel rank 0 only, as if other ranks had copies of them. ``args``: the
-    arguments of ``norm``, of which the last is the list of the group's parameters.
+    arguments of the method, of which the last is the list of the group's parameters.
     """
     rank = wrapper.model_parallel_rank
     try:
         wrapper.model_parallel_rank = 0 if any(map(expert_group, args[-1])) else rank
-        return norm(*args)
+        return original(*args)
     finally:
         wrapper.model_parallel_rank = rank
 
@@ -355,10 +355,10 @@ def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> Si
     config = wrapper.loss_scale_config
     updates: list[Callable[[], None]] = []
 
-    def take_step(step: Callable, *args: Any, **kwargs: Any) -> Any:
+    def take_step(original: Callable, *args: Any, **kwargs: Any) -> Any:
         # The wrapper would grow the scale before it divides by it, and report the norm of the scaled gradient.
         updates.clear()  # of a step that raised
-        result = step(*args, **kwargs)
+        result = original(*args, **kwargs)
         wrapper._global_grad_norm /= config.cur_scale
         for update in updates:
             update()

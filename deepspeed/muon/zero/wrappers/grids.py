@@ -29,9 +29,9 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 def note_tp_rank(engine: Any) -> None:
     """Store the result of :func:`tp_rank` as the attribute :data:`TP_RANK` of each parameter of the engine's model."""
-    found = tp_rank(engine)  # Megatron's attributes of a sharded parameter lack the size of the group
+    index_and_size = tp_rank(engine)  # Megatron's attributes of a sharded parameter lack the size of the group
     for param in engine.module.parameters():
-        setattr(param, TP_RANK, found)
+        setattr(param, TP_RANK, index_and_size)
 
 
 def tp_group(engine: Any) -> Any:
@@ -62,15 +62,15 @@ def grid_of(engine: Any) -> Grid | None:
         return None
     groups = engine.seq_data_parallel_group, tp_group(engine)
     everyones = gathered([torch.distributed.get_process_group_ranks(group) for group in groups])
-    data, tensor = zip(*everyones, strict=True)  # for each rank
-    positions = _positions(data, tensor)
-    lines = _lines(data, tensor, positions)
+    dp_ranks, tp_ranks = zip(*everyones, strict=True)  # for each rank
+    positions = _positions(dp_ranks, tp_ranks)
+    lines = _lines(dp_ranks, tp_ranks, positions)
     if lines is None:
         raise UnsupportedError(
             "deepspeed-muon does not support this engine: it needs an mpu whose data-parallel groups consist of evenly "
-            f"spaced ranks, such as 0, 2, 4; this mpu's groups are {sorted(set(map(tuple, data)))}"
+            f"spaced ranks, such as 0, 2, 4; this mpu's groups are {sorted(set(map(tuple, dp_ranks)))}"
         )
-    row = tensor[torch.distributed.get_rank()]
+    row = tp_ranks[torch.distributed.get_rank()]
     group = own_group(map(list, positions.values()), torch.device(get_accelerator().current_device_name()))
     return Grid(group, tuple(lines[other] for other in row))
 
@@ -79,23 +79,26 @@ Ranks = Sequence[Sequence[int]]
 """For each rank, the members of its data-parallel group, or of its tensor-parallel group."""
 
 
-def _positions(data: Ranks, tensor: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
+def _positions(dp_ranks: Ranks, tp_ranks: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
     """Return {tensor-parallel group: {global rank: index in the group's :class:`Grid`}} for all groups.
 
-    ``data``, ``tensor``: for each rank, the members of its data-parallel group, and of its tensor-parallel group.
+    ``dp_ranks``, ``tp_ranks``: for each rank, the members of its data-parallel group, and of its tensor-parallel group.
     """
-    grids = {row: sorted(chain.from_iterable(data[other] for other in row)) for row in map(tuple, tensor)}
+    grids = {row: sorted(chain.from_iterable(dp_ranks[other] for other in row)) for row in map(tuple, tp_ranks)}
     return {row: {rank: at for at, rank in enumerate(members)} for row, members in grids.items()}
 
 
-def _lines(data: Ranks, tensor: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]) -> list[range] | None:
+def _lines(
+    dp_ranks: Ranks, tp_ranks: Ranks, positions: Mapping[tuple[int, ...], Mapping[int, int]]
+) -> list[range] | None:
     """Return for each rank its data-parallel group as indices in its :class:`Grid`, such as ``range(0, 4, 2)``.
 
-    Return ``None`` if the ranks of any data-parallel group are not evenly spaced. ``data``, ``tensor``: for each rank,
-    the members of its data-parallel group, and of its tensor-parallel group. ``positions``: from :func:`_positions`.
+    Return ``None`` if the ranks of any data-parallel group are not evenly spaced. ``dp_ranks``, ``tp_ranks``: for each
+    rank, the members of its data-parallel group, and of its tensor-parallel group. ``positions``: from
+    :func:`_positions`.
     """
     lines = []
-    for line, row in zip(data, tensor, strict=True):
+    for line, row in zip(dp_ranks, tp_ranks, strict=True):
         of_grid = positions[tuple(row)]
         first, *others = places = [of_grid[rank] for rank in line]
         step = others[0] - first if others else len(of_grid)

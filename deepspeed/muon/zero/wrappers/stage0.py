@@ -44,10 +44,10 @@ class Stage0(Adapter):
         """Return a :class:`Partition` for each parameter group. Its tensors are whole parameters."""
         result = []
         for index, group in enumerate(self.optimizer.param_groups):
-            ranks = shard_group(self.engine, group)
-            rank, copies = comm.get_rank(ranks), comm.get_world_size(ranks)
+            process_group = shard_group(self.engine, group)
+            rank, copies = comm.get_rank(process_group), comm.get_world_size(process_group)
             specs = [self.optimizer.specs[param] for param in self.params(index)]
-            result.append(whole_partition(index, group["params"], specs, ranks, rank, copies))
+            result.append(whole_partition(index, group["params"], specs, process_group, rank, copies))
         return result
 
     def watch_gradients(self) -> Callable[[], Agreed]:
@@ -101,7 +101,8 @@ class Stage0(Adapter):
     def patch_state_access(self) -> None:
         """Make ``safe_get_*`` and ``safe_set_*`` of DeepSpeed, and loads by parameter names, find the state."""
         specs, count = self.optimizer.specs, len(self.optimizer.param_groups)
-        self.optimizer.saved_form.names = [[specs[param].name for param in self.params(i)] for i in range(count)]
+        names_of_groups = [[specs[param].name for param in self.params(i)] for i in range(count)]
+        self.optimizer.saved_form.names_of_groups = names_of_groups
         for index, group in enumerate(self.optimizer.param_groups):
             for param, master in zip(self.params(index), group["params"], strict=True):
                 whole = _Whole(self.optimizer, master)

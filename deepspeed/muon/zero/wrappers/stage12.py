@@ -55,8 +55,8 @@ class FlatGroup(NamedTuple):
     span: int
 
 
-def flat_group(numels: Sequence[int], ranks: int, round_robin: bool = False, alignment: int = 1) -> FlatGroup:
-    """Return how DeepSpeed flattens a parameter group and divides it among ``ranks`` ranks.
+def flat_group(numels: Sequence[int], world_size: int, round_robin: bool = False, alignment: int = 1) -> FlatGroup:
+    """Return how DeepSpeed flattens a parameter group and divides it among ``world_size`` ranks.
 
     Args:
         numels: elements of each parameter of the group.
@@ -65,10 +65,10 @@ def flat_group(numels: Sequence[int], ranks: int, round_robin: bool = False, ali
     """
     order = [*range(len(numels))]
     if round_robin:
-        order = [index for first in range(ranks) for index in order[first::ranks]]
+        order = [index for first in range(world_size) for index in order[first::world_size]]
     sizes = [_round_up(numels[index], alignment) for index in order]
     padding = sizes[-1] - numels[order[-1]] if order else 0  # behind the last parameter, there is none for alignment
-    span = _round_up(sum(sizes) - padding, FLAT_ALIGNMENT * ranks) // ranks
+    span = _round_up(sum(sizes) - padding, FLAT_ALIGNMENT * world_size) // world_size
     return FlatGroup(order, placements(sizes, span), span)
 
 
@@ -86,28 +86,30 @@ def alignment_of(zero_config: Any, itemsize: int) -> int:
     return ALIGNED_BYTES // itemsize if getattr(zero_config, "parameter_alignment", False) else 1
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
 
 
 class Flat(Adapter):
     """The base of the adapters for ZeRO stages 1 and 2, whose wrappers flatten each parameter group into one tensor."""
 
     def flat_partitions(
-        self, groups: list[list[Any]], offsets: list[list[int]], flats: list[Tensor], masters: list[Tensor]
+        self, params_of_groups: list[list[Any]], offsets: list[list[int]], flats: list[Tensor], masters: list[Tensor]
     ) -> list[Partition]:
         """Return a :class:`Partition` for each parameter group. All lists have one item for each group.
 
-        ``groups``: the group's parameters, in the order in which they were flattened. ``offsets``: the index at which
-        each of these parameters begins in the flat tensor. ``flats``: the group's flat tensor with all elements.
-        ``masters``: this rank's fp32 part of the flat tensor.
+        ``params_of_groups``: the group's parameters, in the order in which they were flattened. ``offsets``: the index
+        at which each of these parameters begins in the flat tensor. ``flats``: the group's flat tensor with all
+        elements. ``masters``: this rank's fp32 part of the flat tensor.
         """
         result = []
-        for index, (params, starts, flat, master) in enumerate(zip(groups, offsets, flats, masters, strict=True)):
-            ranks = self.wrapper.real_dp_process_group[index]
-            span = flat.numel() // comm.get_world_size(ranks)
+        for index, (params, starts, flat, master) in enumerate(
+            zip(params_of_groups, offsets, flats, masters, strict=True)
+        ):
+            group = self.wrapper.real_dp_process_group[index]
+            span = flat.numel() // comm.get_world_size(group)
             placed = {param: Placement(start, span, 0) for param, start in zip(params, starts, strict=True)}
-            result.append(self.sharded_partition(index, master, placed, ranks))
+            result.append(self.sharded_partition(index, master, placed, group))
         return result
 
     def publish_weights(self) -> None:
@@ -153,12 +155,12 @@ class Flat(Adapter):
             wrapper._link_all_hp_params()
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
-        params: dict[str, Any] = {spec.name: param for param, spec in self.optimizer.specs.items()}
+        param_of: dict[str, Any] = {spec.name: param for param, spec in self.optimizer.specs.items()}
         for partition in self.optimizer.partitions:
             for shard, start, stop, position in partition.pieces():
                 tensor = partition.tensors[shard.tensor]
                 if CODES in self.optimizer.state[tensor]:
-                    _link_int8_momentum(self.optimizer, params[shard.spec.name], slice(start, stop), tensor, position)
+                    _link_int8_momentum(self.optimizer, param_of[shard.spec.name], slice(start, stop), tensor, position)
 
 
 class Stage12(Flat):

@@ -29,9 +29,9 @@ _PINNED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffer
 _SWAP, _SWAP_OUT = "deepspeed.runtime.swap_tensor", "OptimizerSwapper.swap_out_optimizer_state"
 
 
-def part_size(numel: int, ranks: int) -> int:
-    """Return how many elements each of ``ranks`` ranks holds of a parameter with ``numel`` elements, with padding."""
-    return -(-numel // ranks)
+def part_size(numel: int, world_size: int) -> int:
+    """Return how many elements, with padding, each of ``world_size`` ranks holds of a parameter with ``numel``."""
+    return -(-numel // world_size)
 
 
 def sub_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -43,15 +43,15 @@ def sub_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
         sizes: elements that one rank holds of each parameter of the group (:func:`part_size`).
         limit: ``sub_group_size``; a sub-group ends with the parameter that makes it as large as that.
     """
-    found: list[list[int]] = []
+    indices_of_sub_groups: list[list[int]] = []
     held = limit
     for index, size in enumerate(sizes):
         if held >= limit:
-            found.append([])
+            indices_of_sub_groups.append([])
             held = 0
-        found[-1].append(index)
+        indices_of_sub_groups[-1].append(index)
         held += size
-    return found
+    return indices_of_sub_groups
 
 
 def limit_without_cuts(numels: Iterable[int]) -> int:
@@ -148,9 +148,9 @@ class Stage3(Adapter):
 
         The caller may change the weights. The changes are copied to the model's parameters and written back to NVMe.
         """
-        found = {partition.tensors[0]: partition for partition in self.optimizer.all_partitions}
+        partition_of = {partition.tensors[0]: partition for partition in self.optimizer.all_partitions}
         for _, flat in nvme.each_sub_group(self.wrapper):
-            yield found[flat]
+            yield partition_of[flat]
 
     def patch_state_access(self) -> None:
         """Make ``safe_get_*``, ``safe_set_*``, ``offload_states`` and, with NVMe, saving work with Muon's state."""
@@ -167,7 +167,7 @@ class Stage3(Adapter):
         if self.is_swapped:
             # The wrapper saves its weights outside the optimizer's state dict, where torch's hooks do not see them.
             self.replace("state_dict", self._save_weights)
-            self.optimizer.saved_form.read = partial(nvme.mapped_if_swapped, self.wrapper)
+            self.optimizer.saved_form.read_swapped = partial(nvme.mapped_if_swapped, self.wrapper)
 
     def publish_weights(self) -> None:
         """Gather the parameters that stay whole on all ranks; :meth:`resident_partitions` has copied the others."""
@@ -188,15 +188,17 @@ class Stage3(Adapter):
 
     def _save_weights(self, original: Callable) -> dict[str, Any]:
         """Replace the wrapper's ``state_dict``, so that it includes the fp32 weights that lie in files on NVMe."""
-        saved = original()
-        saved["fp32_flat_groups"] = [
-            nvme.mapped_if_swapped(self.wrapper, flat, flat) for flat in saved["fp32_flat_groups"]
+        state_dict = original()
+        state_dict["fp32_flat_groups"] = [
+            nvme.mapped_if_swapped(self.wrapper, flat, flat) for flat in state_dict["fp32_flat_groups"]
         ]
-        return saved
+        return state_dict
 
-    def _load_zero_file(self, original: Callable, saved: dict[str, Any], load_optimizer_states: bool = True) -> None:
+    def _load_zero_file(
+        self, original: Callable, state_dict: dict[str, Any], load_optimizer_states: bool = True
+    ) -> None:
         """Replace the wrapper's ``_rigid_load_state_dict``, which would not fill tensors that lie on NVMe."""
-        nvme.restore(self.wrapper, self.optimizer, saved, load_optimizer_states and self.weights_from is None)
+        nvme.restore(self.wrapper, self.optimizer, state_dict, load_optimizer_states and self.weights_from is None)
 
     def _load_weights(self, original: Callable) -> None:
         """Replace the wrapper's ``_restore_from_bit16_weights``, which ends a load of only the weights."""
@@ -258,13 +260,13 @@ class Stage3(Adapter):
 
     def _offload(
         self,
-        move: Callable,
+        original: Callable,
         include: Any = None,
         device: Any = None,
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Replace the wrapper's ``offload_states``: move this optimizer's states, then call the original, ``move``."""
+        """Replace the wrapper's ``offload_states``: move this optimizer's states, then call the original."""
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
         for kind, tensors in self._movable().items():
@@ -283,9 +285,9 @@ class Stage3(Adapter):
         # holds only trained parameters, in the order of the groups: let DeepSpeed see those as the model's.
         in_order = [param for group in self.wrapper.fp16_groups for param in group]
         with replaced(self.wrapper.module, parameters=lambda original: iter(in_order)):
-            move(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)
+            original(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)
 
-    def _reload(self, move: Callable, non_blocking: bool = False) -> None:
+    def _reload(self, original: Callable, non_blocking: bool = False) -> None:
         device = get_accelerator().current_device_name()
         hosts = []  # alive until the copies are done
         for kind, tensors in self._movable().items():
@@ -294,7 +296,7 @@ class Stage3(Adapter):
                     hosts.append(tensor.data)
                     tensor.data = tensor.data.to(device, non_blocking=non_blocking)
                 self.wrapper.offloaded_states.remove(kind)
-        move(non_blocking)
+        original(non_blocking)
         if non_blocking:
             get_accelerator().synchronize()
 

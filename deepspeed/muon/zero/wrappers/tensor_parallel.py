@@ -44,8 +44,8 @@ def whole_over_tp(adapter: Adapter, grid: Grid, partitions: Sequence[Partition])
     _refuse_cut_experts(experts)
     mine = [{shard.spec.name: shard.placement for shard in partition.shards} for partition in dense]
     placements_by_tp_rank = gathered(mine, group)
-    specs = {spec.name: spec for spec in optimizer.specs.values()}
-    if not _hold_same_parameters(placements_by_tp_rank, specs):
+    spec_of = {spec.name: spec for spec in optimizer.specs.values()}
+    if not _hold_same_parameters(placements_by_tp_rank, spec_of):
         raise UnsupportedError(
             "deepspeed-muon does not support this engine: with zero_optimization.sub_group_size, ranks of "
             "a tensor-parallel group have different parameters in a sub-group; set a larger sub_group_size"
@@ -54,7 +54,7 @@ def whole_over_tp(adapter: Adapter, grid: Grid, partitions: Sequence[Partition])
         size = comm.get_world_size(group)
         grid = Grid(group, tuple(range(t, t + 1, size) for t in range(size)))
     whole = {
-        partition.tensors[0]: _spanning_grid(grid, partition, placements, specs)
+        partition.tensors[0]: _spanning_grid(grid, partition, placements, spec_of)
         for partition, *placements in zip(dense, *placements_by_tp_rank, strict=True)
         if optimizer.param_groups[partition.index]["use_muon"]
     }
@@ -72,7 +72,7 @@ def _refuse_cut_experts(experts: Sequence[Partition]) -> None:
 
 
 def _hold_same_parameters(
-    placements_by_tp_rank: Sequence[Sequence[Placements]], specs: Mapping[str, MatrixSpec]
+    placements_by_tp_rank: Sequence[Sequence[Placements]], spec_of: Mapping[str, MatrixSpec]
 ) -> bool:
     """Return whether all tensor-parallel ranks have the same parameters in each partition, in the same order.
 
@@ -84,14 +84,14 @@ def _hold_same_parameters(
     for tp_placements in zip(*placements_by_tp_rank, strict=True):
         names = max(tp_placements, key=len)  # of the rank that has the most, in its order
         for t, placement in enumerate(tp_placements):
-            empty = {n for n in names if (cut := specs[n].sharding) and not cut.size(t)}
+            empty = {n for n in names if (cut := spec_of[n].sharding) and not cut.size(t)}
             if [n for n in names if n in placement or n not in empty] != list(placement):
                 return False
     return True
 
 
 def _spanning_grid(
-    grid: Grid, local: Partition, placements_by_tp_rank: Sequence[Placements], specs: Mapping[str, MatrixSpec]
+    grid: Grid, local: Partition, placements_by_tp_rank: Sequence[Placements], spec_of: Mapping[str, MatrixSpec]
 ) -> Partition:
     """Return partition ``local`` of this rank, extended so that the matrices that tensor parallelism splits are whole.
 
@@ -105,10 +105,10 @@ def _spanning_grid(
     for name in max(placements_by_tp_rank, key=len):
         # A rank that holds no part of a parameter may lack it altogether; its placement is then empty.
         tp_placements = tuple(
-            replace(placements.get(name, Placement(0, 1, 0)), copies=1, first=line.start, step=line.step)
+            replace(placements.get(name, Placement(0, 1, 0)), copies=1, first=line.start, rank_step=line.step)
             for placements, line in zip(placements_by_tp_rank, grid.lines, strict=True)
         )
-        shard = Shard(specs[name], tensors.get(name, 0), tp_placements[t], tp_placements)
+        shard = Shard(spec_of[name], tensors.get(name, 0), tp_placements[t], tp_placements)
         shards += [shard] if name in tensors else []
         planned.append(shard)
     return Partition(local.index, local.tensors, tuple(shards), grid.group, rank, world_size, tuple(planned))

@@ -282,7 +282,7 @@ def test_a_step_without_attention_scales_nothing_after_a_first_one_with_it() -> 
 def test_the_number_of_the_step_is_read_once_per_step() -> None:
     net, reads = Attention(), []
     optimizer, clip = clip_of(net, logits="sampled")
-    clip.watch._step = lambda: reads.append(0) or len(reads)
+    clip.watch._steps_done = lambda: reads.append(0) or len(reads)
     for count in (1, 2):
         for _ in range(3):
             net(torch.randn(1, 5, 8)).sum().backward()

@@ -158,7 +158,7 @@ def test_sums_and_memory_of_all_ranks_are_those_of_the_plans(
         for rank, plan in enumerate(plans):
             parts[rank].append(demand_of(plan, partial(method_of, ns_method="auto", schedule=STEPS, dtype="bf16")))
             assert plan.of_all.slots(plan.travels(staged=False)) == step.slots
-            for demand, planned in zip(step.demands[rank], parts[rank][-1].buckets, strict=True):
+            for demand, planned in zip(step.demands[rank], parts[rank][-1].demands, strict=True):
                 assert (demand.batches, demand.buffers) >= (planned.batches, planned.buffers)
                 if bucket_bytes == 1:
                     assert (demand.batches, demand.buffers) == (planned.batches, planned.buffers)

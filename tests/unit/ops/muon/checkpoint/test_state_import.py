@@ -156,8 +156,8 @@ def test_what_starts_at_zero_counts_its_steps_anew() -> None:
 def test_skipped_steps_do_not_count(steps: dict[str, float], count: int) -> None:
     """Steps are counted by the states; where these count none, by the engine, whose count includes skipped steps."""
     saved = object.__new__(states_by_name.SavedFiles)
-    saved.groups, saved._steps = [], steps
-    saved.model = {"global_steps": 7, "skipped_steps": 2}
+    saved.groups, saved._steps_taken = [], steps
+    saved.model_state = {"global_steps": 7, "skipped_steps": 2}
     assert saved.step("a") == count
 
 

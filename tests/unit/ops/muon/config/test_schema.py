@@ -175,7 +175,7 @@ def test_digest_differs_with(first: dict[str, Any], second: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_its_values_any_of_which_may_be_taken_out(name: str) -> None:
-    config, values = parse({"preset": name}), PRESETS[name].values
+    config, values = parse({"preset": name}), PRESETS[name].settings
     assert config.model_fields_set == {"preset", *values} and config.preset_values == values
     assert {key: getattr(config, key) for key in values} == {key: getattr(parse(values), key) for key in values}
     assert config.sets_learning_rate, "one line is enough"

@@ -96,7 +96,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
         mode, optimizer = watched_step(engine, step), engine.basic_optimizer
     wire, is_plain = optimizer.config.wire, optimizer.context.kernels.name == "torch"
     expected = Memory(wire=wire, dtype=optimizer.ns_dtype, device_type="cpu", plain=is_plain)
-    demands = [demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._steps.values()]
+    demands = [demand_of(bound.plan, bound.newton_schulz.method) for bound in optimizer._partition_steps.values()]
     with pytest.MonkeyPatch.context() as patch:
         if device_type != "cpu":  # the kernels are those of a CPU, the number of matrices is not
             patch.setattr(module, "batch_limit", lambda *sizes, **kw: kernel_set.batch_limit(*sizes[:-1], True, **kw))

@@ -113,7 +113,7 @@ def lost_moments(name: str, index: int, folder: str) -> tuple[list[str], int]:
     setting, case = find(name, index, folder)
     with setting.way.engine(setting.elsewhere(case), checkpoint={"load_universal": True}) as engine, logged() as said:
         engine.load_checkpoint(folder, tag="universal")
-        moments = engine.basic_optimizer.owner_state.tensors["second_moments"]
+        moments = engine.basic_optimizer.owner_state.tensors_by_state["second_moments"]
         return [text for text in said if "second moments" in text], sum(bool(m.any()) for m in moments.values())
 
 

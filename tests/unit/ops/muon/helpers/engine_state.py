@@ -28,7 +28,9 @@ def local_states(engine: Any) -> list[dict[str, Tensor]]:
 
 def owned_tensors(optimizer: Any) -> list[Tensor]:
     """Return the tensors that update rules keep of the matrices that this rank owns."""
-    return [tensor for of_matrices in optimizer.owner_state.tensors.values() for tensor in of_matrices.values()]
+    return [
+        tensor for of_matrices in optimizer.owner_state.tensors_by_state.values() for tensor in of_matrices.values()
+    ]
 
 
 def kept_dtypes(states: Iterable[dict[str, Tensor]]) -> set[torch.dtype]:

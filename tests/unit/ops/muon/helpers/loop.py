@@ -15,4 +15,4 @@ def run_loop(plan: Plan, exchange: Any, **phases: Callable[[Any, Any], None]) ->
     step = PartitionStep.__new__(PartitionStep)
     step.__dict__ |= {"plan": plan, "exchange": exchange, "_is_int8": False}
     step.__dict__ |= {f"_{name}": phase for name, phase in phases.items()}
-    step.run(SimpleNamespace(buffers={}, phase=nullcontext))  # type: ignore[arg-type]
+    step.run(SimpleNamespace(open_buckets={}, phase=nullcontext))  # type: ignore[arg-type]

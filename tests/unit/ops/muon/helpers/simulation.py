@@ -201,5 +201,7 @@ def check_host_memory(bucket: Bucket, tensors: list[Elements], outbox: Elements,
             host[first + at - run.copy.at] = tensors[run.tensor][place]
     copied: dict[bool, Elements] = {False: [None] * len(outbox), True: [None] * len(matrices)}
     for part in bucket.segments:
-        copied[part.in_place][part.device : part.device + part.numel] = host[part.host : part.host + part.numel]
+        copied[part.in_place][part.device_start : part.device_start + part.numel] = host[
+            part.host_start : part.host_start + part.numel
+        ]
     assert (copied[False], copied[True]) == (outbox, matrices)

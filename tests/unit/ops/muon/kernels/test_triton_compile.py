@@ -21,7 +21,7 @@ BLOCK = {"BLOCK": elementwise.BLOCK}
 ONE_RUN = BLOCK | {"tiles_ptr": None, "ALIGNED": False}
 NUMBERS = {
     **dict.fromkeys(("numel", "parts", "first_key", "second_key"), "i32"),
-    **dict.fromkeys(("momentum", "rate", "keep", "step", "scale"), "fp32"),
+    **dict.fromkeys(("beta", "rate", "keep", "step", "scale"), "fp32"),
     **{"exponent_ptr": "*i32", "sum_ptr": "*fp32", "norm_ptr": "*fp32"},
 }
 """Types of what is not of a dtype of its own."""

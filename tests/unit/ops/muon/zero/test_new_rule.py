@@ -80,7 +80,9 @@ def everything(engine: Any) -> dict[str, Tensor]:
     optimizer = engine.basic_optimizer
     with optimizer.whole_state():
         of_rules = {
-            f"{k} {m}": t.clone() for k, named in optimizer.owner_state.tensors.items() for m, t in named.items()
+            f"{k} {m}": t.clone()
+            for k, named in optimizer.owner_state.tensors_by_state.items()
+            for m, t in named.items()
         }
     return snapshot(engine) | of_rules
 
