@@ -51,11 +51,12 @@ def sent_to_itself(bucket: Bucket) -> Bucket:
 def send_to_itself(optimizer: Any) -> None:
     """Let the only rank send every matrix to itself through the process group."""
     for key, bound in optimizer._partition_steps.items():
-        bucket_plans = tuple(map(sent_to_itself, bound.plan.buckets))
+        plan = dataclasses.replace(bound.plan)
+        vars(plan)["buckets"] = tuple(map(sent_to_itself, bound.plan.buckets))  # in place of those that it would compute
         optimizer._partition_steps[key] = dataclasses.replace(
             bound,
             exchange=dataclasses.replace(bound.exchange, group=torch.distributed.group.WORLD),
-            plan=dataclasses.replace(bound.plan, buckets=bucket_plans),
+            plan=plan,
         )
         assert optimizer._partition_steps[key].slots > 1
 

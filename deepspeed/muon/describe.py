@@ -119,13 +119,13 @@ def groups_of(
     for index, (group, of_group) in enumerate(zip(param_groups, specs, strict=True)):
         mine, owners = [step for step in steps if step.partition.index == index], dict[str, set[int]]()
         for step in mine:
-            for item, owner in zip(step.plan.of_all.items, step.plan.of_all.owners, strict=True):
+            for item, owner in zip(step.plan.items, step.plan.owners, strict=True):
                 owners.setdefault(item.shard.spec.name, set()).add(owner)
         planned: dict[str, Any] = {}
         if mine:
             how = mine[0].newton_schulz
             planned = {"scale": mine[0].scale, "method": how.method, "flops": how.flops, "dtype": how.dtype}
-            shared = max(step.plan.of_all.world_size for step in mine)
+            shared = max(step.plan.world_size for step in mine)
             planned |= {"owners": owners, "is_on_each": shared < mine[0].partition.world_size}
         yield Group(use_muon=group["use_muon"], specs=of_group, lr=group["lr"], **planned)
 

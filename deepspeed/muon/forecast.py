@@ -17,7 +17,7 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.bucket import OwnedBlocks
 from deepspeed.muon.exchange.memory import Demand, Memory, PartitionDemand, Peak, demands_of, peak
 from deepspeed.muon.exchange.partition import PlacedBlock, Shard, whole_shards
-from deepspeed.muon.exchange.plan import CostModel, GlobalPlan, cost_model, plan_partition, without_collector
+from deepspeed.muon.exchange.plan import CostModel, Plan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
 from deepspeed.muon.layout import Placement, Spread
 from deepspeed.muon.math.newton_schulz import DTYPES, Schedule, exact_method, flops, method_of
@@ -181,7 +181,7 @@ def per_rank(found: Estimate) -> dict[str, Any]:
         "newton_schulz_gflop": {"mean": mean / 1e9, "max": max(flops) / 1e9, "heaviest_matrix": heaviest / 1e9},
         "imbalance": waited_for / mean if mean else 1.0,
         "parts": len(costs),
-        "buckets": sum(len(cost.plan.buckets) for cost in costs),
+        "buckets": sum(len(cost.plan.pairs) for cost in costs),
         "collectives": sum(cost.collectives for cost in costs),
         "scratch_bytes": {"max": found.peak.total, **found.peak._asdict()},
     }
@@ -215,7 +215,7 @@ def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict
     for cost in found.costs:
         compute, latency = _busiest_rank(cost, schedule, memory), cost.model.latency_as_flops * cost.collectives
         exchange = cost.model.flops_per_byte * max(cost.sent_bytes) + latency
-        total = max(compute, exchange) + min(compute, exchange) / max(1, len(cost.plan.buckets))
+        total = max(compute, exchange) + min(compute, exchange) / max(1, len(cost.plan.pairs))
         newton_schulz, communication = newton_schulz + compute, communication + total - compute
     return {"newton_schulz": newton_schulz, "communication": communication}
 
@@ -412,7 +412,7 @@ class StepCost:
     """
 
     part: StepPart
-    plan: GlobalPlan
+    plan: Plan
     model: CostModel
     flops: list[float]
     heaviest: float
@@ -453,7 +453,7 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
         heaviest=heaviest,
         sent_bytes=[count * cost.bytes_per_element for count in traffic.sent],
         least_bytes=traffic.least * cost.bytes_per_element / part.world_size,
-        collectives=len(plan.buckets) * (2 if plan.copies == 1 else 1) if any(traffic.sent) else 0,
+        collectives=len(plan.pairs) * (2 if plan.copies == 1 else 1) if any(traffic.sent) else 0,
         demands=demands_of(plan),
         slots=plan.slots(travels),
         owner_state_bytes=state_bytes,
@@ -471,9 +471,9 @@ class _Traffic(NamedTuple):
     least: int
 
 
-def _traffic_of_replicas(plan: GlobalPlan) -> _Traffic:
+def _traffic_of_replicas(plan: Plan) -> _Traffic:
     """Return the traffic if each rank stores all matrices, so that owners send results to all others."""
-    sent = plan.view(0).sent_elements  # equal parts, with padding
+    sent = plan.sent_elements  # equal parts, with padding
     return _Traffic([sent] * plan.world_size, sent * plan.world_size)
 
 

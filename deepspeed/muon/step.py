@@ -96,7 +96,7 @@ class GradientProbe:
     """
 
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
-        self._exchange, self._is_shared = exchange, plan.of_all.gradient_flag_count > 0
+        self._exchange, self._is_shared = exchange, plan.gradient_flag_count > 0
         self._device = partition.tensors[0].device
         #: Names of all matrices; the same order on all ranks.
         self.names = [item.name for item in partition.blocks]
@@ -312,7 +312,7 @@ class PartitionStep:
     """The planned step of one :class:`Partition` of Muon parameters. It is made once and run in every training step.
 
     Args:
-        plan: this rank's part of the plan, with its :class:`Bucket` objects: matrices that ranks exchange together.
+        plan: the owners of all matrices, and this rank's :class:`Bucket` objects: what ranks exchange together.
         newton_schulz: how matrices are orthogonalized.
         kernels: the kernels of every operation; equal on all ranks.
         multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: one launch per span.
@@ -364,7 +364,7 @@ class PartitionStep:
     @cached_property
     def slots(self) -> int:
         """Return how many buckets are in memory at a time."""
-        return self.plan.of_all.slots(self.plan.travels(self.exchange.is_staged))
+        return self.plan.slots(self.plan.travels(self.exchange.is_staged))
 
     @cached_property
     def digest(self) -> str:
@@ -373,7 +373,7 @@ class PartitionStep:
         Ranks that share the partition must have equal hashes.
         """
         how = self.newton_schulz.dtype, self.exchange.device.type
-        facts = self.plan.of_all.digest, self.slots, name_of(self.exchange.dtype), how, self.settings_text
+        facts = self.plan.digest, self.slots, name_of(self.exchange.dtype), how, self.settings_text
         return short_hash(repr(facts))
 
     @cached_property
@@ -682,7 +682,7 @@ def bind_partition(
     cost = cost_model(newton_schulz.method, config.schedule, dtype, exchange.dtype.itemsize, exchange.device.type)
     # The number of ranks before the partition may shrink to one below: statistics are divided by it.
     sharers, is_replicated = partition.world_size, partition.is_replicated
-    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes)
+    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, partition.rank)
     if planned.world_size < sharers:  # each rank does all the work
         partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
         exchange = replace(exchange, group=None)
@@ -691,7 +691,7 @@ def bind_partition(
     return PartitionStep(
         config=config,
         partition=partition,
-        plan=planned.view(partition.rank),
+        plan=planned,
         exchange=exchange,
         newton_schulz=newton_schulz,
         kernels=context.kernels,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from deepspeed.muon.exchange.bucket import OwnedBlocks, batches_of
 from deepspeed.muon.exchange.partition import PlacedBlock
-from deepspeed.muon.exchange.plan import GlobalPlan
+from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.kernels.kernel_set import batch_limit
 from deepspeed.muon.layout import Spread
 from deepspeed.muon.math.newton_schulz import DTYPES, SYMMETRIC
@@ -142,7 +142,7 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
 # ---- demands of all ranks -----------------------------------------------------------------------------------------
 
 
-def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
+def demands_of(plan: Plan) -> list[list[Demand]]:
     """Return the :class:`Demand` of each rank for each bucket in a step, as lists ``[rank][bucket]``.
 
     A demand may be too large: if an owner has several matrices in a bucket, it includes a receive buffer, even if the
@@ -150,7 +150,7 @@ def demands_of(plan: GlobalPlan) -> list[list[Demand]]:
     """
     # Time for each bucket: O(matrices + ranks x distinct layouts of matrices).
     demands = _sent if plan.copies == 1 else _replicated
-    by_bucket = [demands(owned, plan.world_size) for owned in plan.buckets]
+    by_bucket = [demands(owned, plan.world_size) for owned in plan.pairs]
     return [list(of_rank) for of_rank in zip(*by_bucket, strict=True)]
 
 

@@ -208,8 +208,10 @@ def without_collector() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class GlobalPlan:
-    """The plan of all ranks for a parameter group (or sub-group of ZeRO stage 3): each matrix's owner and bucket.
+class Plan:
+    """The plan of a parameter group (or sub-group of ZeRO stage 3): each matrix's owner and bucket.
+
+    Owners and pairs are those of all ranks, and :attr:`buckets` are what this rank does.
 
     Args:
         shards: the group's Muon parameters, in the same order on all ranks.
@@ -218,10 +220,11 @@ class GlobalPlan:
         copies: how many ranks hold every matrix whole (ZeRO stage 0); 1 if ranks hold shards.
         owners: for each matrix, its owner.
         loads: for each rank, the cost of the matrices that it owns, in floating-point operations.
-        buckets: (owner, matrix) pairs in lists, one for each bucket, in the order of the step; see
+        pairs: (owner, matrix) pairs in lists, one for each bucket, in the order of the step; see
             :func:`cut_into_buckets`.
         limit: maximum number of elements of one owner in a bucket, unless one matrix is larger.
         is_tight: whether memory is scarce, because a matrix on an accelerator is larger than ``limit``.
+        rank: this rank's index among the ranks that share the parameters.
     """
 
     shards: tuple[Shard, ...]
@@ -230,14 +233,15 @@ class GlobalPlan:
     copies: int
     owners: list[int]
     loads: list[float]
-    buckets: list[OwnedBlocks]
+    pairs: list[OwnedBlocks]
     limit: int
     is_tight: bool
+    rank: int = 0
 
     @cached_property
     def digest(self) -> str:
         """Return a hash, 16 hexadecimal digits, of everything in the plan that must be equal on all ranks."""
-        numbers = self.owners, [len(owned) for owned in self.buckets], self.limit, self.is_tight
+        numbers = self.owners, [len(owned) for owned in self.pairs], self.limit, self.is_tight
         digest = hashlib.sha256("".join(map(str, numbers)).encode())
         for item in self.items:
             bases = [placement.base for placement in item.shard.placements]
@@ -270,27 +274,16 @@ class GlobalPlan:
             return 1
         return 2 if self.is_tight else 3
 
-    def view(self, rank: int) -> Plan:
-        """Return the :class:`Plan` of ``rank``: the buckets as it sees them."""
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Return the buckets as this rank sees them: what it sends, receives and orthogonalizes."""
         view = bucket_of if self.copies == 1 else replicated_bucket
-        return Plan(self, rank, tuple(view(owned, rank, self.world_size) for owned in self.buckets))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one rank does in a step: what it sends, receives and orthogonalizes in each bucket of ``of_all``.
-
-    ``of_all``: the plan that all ranks share, which says which rank owns which matrix.
-    """
-
-    of_all: GlobalPlan
-    rank: int
-    buckets: tuple[Bucket, ...]
+        return tuple(view(owned, self.rank, self.world_size) for owned in self.pairs)
 
     @property
     def sent_elements(self) -> int:
         """Return how many elements this rank sends in one step: matrix parts to owners, and results to other ranks."""
-        gathered = sum(bucket.gathered_part for bucket in self.buckets) * (self.of_all.world_size - 1)
+        gathered = sum(bucket.gathered_part for bucket in self.buckets) * (self.world_size - 1)
         moved = [counts for bucket in self.buckets for counts in (bucket.send_counts, bucket.receive_counts)]
         return gathered + sum(sum(counts) - counts[self.rank] for counts in moved)
 
@@ -306,55 +299,56 @@ class Plan:
 
 
 def plan_partition(
-    shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None
-) -> GlobalPlan:
-    """Plan a parameter group (or sub-group of ZeRO stage 3) for all ranks; arguments as for :func:`global_plan`.
+    shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None, rank: int = 0
+) -> Plan:
+    """Plan a parameter group (or sub-group of ZeRO stage 3); arguments as for :func:`plan_shards`.
 
     At stage 0, if sharing the work is not faster, return a plan for a single rank: every rank carries it out for all
     matrices, without communication.
     """
-    plan = global_plan(shards, world_size, cost, bucket_bytes)
+    plan = plan_shards(shards, world_size, cost, bucket_bytes, rank)
     if plan.copies == 1 or is_worth_sharing(plan, cost):
         return plan
     unshared = [replace(shard, placement=replace(shard.placement, copies=1)) for shard in shards]
-    return global_plan(unshared, 1, cost, bucket_bytes)
+    return plan_shards(unshared, 1, cost, bucket_bytes)
 
 
-def is_worth_sharing(plan: GlobalPlan, cost: CostModel) -> bool:
+def is_worth_sharing(plan: Plan, cost: CostModel) -> bool:
     """Return whether a step at stage 0 is faster if the ranks share the matrices instead of each computing all."""
-    view = plan.view(0)
-    received = sum(bucket.gathered_part for bucket in view.buckets) * (plan.world_size - 1) * cost.bytes_per_element
+    received = sum(bucket.gathered_part for bucket in plan.buckets) * (plan.world_size - 1) * cost.bytes_per_element
     # Without sharing, all ranks do all matrices at the same time.
     unshared = cost.total_flops(item.shape for item in plan.items)
     # With sharing, a step takes the busiest owner's work, receiving results, and the latency of the all-gathers.
-    return max(plan.loads) + cost.flops_per_byte * received + cost.latency_as_flops * len(view.buckets) < unshared
+    return max(plan.loads) + cost.flops_per_byte * received + cost.latency_as_flops * len(plan.buckets) < unshared
 
 
-def global_plan(
-    shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None
-) -> GlobalPlan:
-    """Plan a parameter group (or sub-group of ZeRO stage 3) for all ranks.
+def plan_shards(
+    shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None, rank: int = 0
+) -> Plan:
+    """Plan a parameter group (or sub-group of ZeRO stage 3).
 
     Args:
         shards: the group's Muon parameters, in the same order on all ranks.
         world_size: number of ranks that share these parameters.
         cost: the cost model of the parameter group.
         bucket_bytes: see :func:`bucket_limit`.
+        rank: this rank's index among the ``world_size`` ranks. Only :attr:`Plan.buckets` depends on it.
     """
     items = [item for shard in shards for item in shard.items]
     owners, loads = assign_owners(items, world_size, cost)
     copies = max((shard.placement.copies for shard in shards), default=1)
     limit = bucket_limit(items, world_size, copies, cost, bucket_bytes)
-    return GlobalPlan(
+    return Plan(
         shards=tuple(shards),
         items=items,
         world_size=world_size,
         copies=copies,
         owners=owners,
         loads=loads,
-        buckets=cut_into_buckets([*zip(owners, items, strict=True)], world_size, limit),
+        pairs=cut_into_buckets([*zip(owners, items, strict=True)], world_size, limit),
         limit=limit,
         is_tight=cost.device_type != "cpu" and any(item.block.numel > limit for item in items),
+        rank=rank,
     )
 
 
@@ -390,7 +384,7 @@ def bucket_limit(
     Args:
         items: all matrices that are planned together: those of a parameter group or, at stage 3, a sub-group.
         world_size: number of ranks that share these matrices.
-        copies: as in :class:`GlobalPlan`. If it is above 1, ``bucket_bytes`` is the maximum of all owners together.
+        copies: as in :class:`Plan`. If it is above 1, ``bucket_bytes`` is the maximum of all owners together.
         cost: gives the bytes of an element, and where Newton-Schulz runs.
         bucket_bytes: maximum bytes of one owner's matrices in one bucket; ``None``: :data:`CPU_BUCKET_BYTES` or
             :data:`BUCKET_BYTES`, or less if there would be few buckets on CPUs.

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import logger
-from deepspeed.muon.exchange.plan import GlobalPlan
+from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.kernels.selection import WITH_FAST_KERNELS, summary
 from deepspeed.muon.math.rules import SCALES, update_rms
 from deepspeed.muon.model.projections import stages_of
@@ -126,7 +126,7 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
     exchange, plans = optimizer.exchange, optimizer.plans
     methods = sorted(optimizer.ns_methods - {"auto"})
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
-    extra = sum(2 * plan.of_all.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
+    extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     threads, limit = torch.get_num_threads(), optimizer.context.threads or torch.get_num_threads()
     shares_cpus = [f"a step uses {limit} of {threads} threads, because ranks share CPUs"] if limit < threads else []
     return (
@@ -200,8 +200,8 @@ def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
 
 def _warn_of_small_sub_groups(optimizer: MuonWithAuxAdam) -> None:
     """Warn if stage 3's sub-groups, which are stepped one by one, have too few matrices to keep all ranks busy."""
-    plans = [plan.of_all for plan in optimizer.plans]
-    groups = defaultdict[int, list[GlobalPlan]](list)
+    plans = optimizer.plans
+    groups = defaultdict[int, list[Plan]](list)
     for partition, plan in zip(optimizer.partitions, plans, strict=True):
         groups[partition.index].append(plan)
     spent = sum(max(plan.loads) for plan in plans)

@@ -157,13 +157,13 @@ def test_sums_and_memory_of_all_ranks_are_those_of_the_plans(
         plans = [make_plan(part.shards, rank, world_size, cost, bucket_bytes) for rank in range(world_size)]
         for rank, plan in enumerate(plans):
             parts[rank].append(demand_of(plan, partial(method_of, ns_method="auto", schedule=STEPS, dtype="bf16")))
-            assert plan.of_all.slots(plan.travels(staged=False)) == step.slots
+            assert plan.slots(plan.travels(staged=False)) == step.slots
             for demand, planned in zip(step.demands[rank], parts[rank][-1].demands, strict=True):
                 assert (demand.batches, demand.buffers) >= (planned.batches, planned.buffers)
                 if bucket_bytes == 1:
                     assert (demand.batches, demand.buffers) == (planned.batches, planned.buffers)
         assert [plan.sent_elements * 2 for plan in plans] == step.sent_bytes
-        assert (step.plan.owners, len(step.plan.buckets)) == (plans[0].of_all.owners, len(plans[0].buckets))
+        assert (step.plan.owners, len(step.plan.buckets)) == (plans[0].owners, len(plans[0].buckets))
         batches = [[b for bucket in plan.buckets for b in bucket.batches] for plan in plans]
         assert step.flops == [sum(b.count * cost.flops(b.rows, b.cols) for b in owned) for owned in batches]
     peaks = [peak(of_rank, GPU).total for of_rank in parts]

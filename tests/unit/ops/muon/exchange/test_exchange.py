@@ -56,7 +56,7 @@ def in_small_buckets(
     from deepspeed.muon import optimizer
     from deepspeed.muon.exchange import plan as module
 
-    plans, original, make = [], module.global_plan, optimizer.Exchange
+    plans, original, make = [], module.plan_shards, optimizer.Exchange
 
     def planned(shards: Any, world_size: int, cost: Any, *more: Any) -> Any:
         plans.append(original(shards, world_size, dataclasses.replace(cost, device_type=device_type), *more))
@@ -67,7 +67,7 @@ def in_small_buckets(
         return make(**fields | {"staging": staging and staging()})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "global_plan", planned)
+        patch.setattr(module, "plan_shards", planned)
         patch.setattr(module, "is_worth_sharing", lambda *args: True)
         patch.setattr(optimizer, "Exchange", exchange)
         trained = train_on_gradients(SHAPES * 2, 3, optimizer=with_params(bucket_bytes=bucket_bytes), **config)

@@ -16,7 +16,7 @@ PHASES = ["open", "prepare", "send", "wait", "orthogonalize", "send_back", "wait
 @pytest.mark.parametrize("first", range(0, 600, 100))
 def test_the_order_of_a_step(first: int) -> None:
     for part in (part for seed in range(first, first + 100) for part in random_job(seed)):
-        slots = {view.of_all.slots(view.travels(part.staged)) for view in part.views}
+        slots = {view.slots(view.travels(part.staged)) for view in part.views}
         assert len(slots) == 1
         for buckets in zip(*(view.buckets for view in part.views), strict=True):
             assert len({(bucket.travels, bucket.gathered_part) for bucket in buckets}) == 1

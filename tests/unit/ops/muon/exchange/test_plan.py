@@ -20,7 +20,7 @@ def test_parts_that_are_not_equal_have_copies_of_their_own() -> None:
     """The last of three ranks holds seven elements of each matrix of 25, the others nine."""
     shards, _ = part_layout(specs([(5, 5)] * 9), 3)
     plans = [make_plan(shards, rank, 3, COST, bucket_bytes=2**20) for rank in range(3)]
-    n = [plans[0].of_all.owners.count(rank) for rank in range(3)]
+    n = [plans[0].owners.count(rank) for rank in range(3)]
     found = [[(copy.times, copy.rows, copy.cols) for copy in plan.buckets[0].received] for plan in plans]
     assert found == [[(1, n[0], 9), (1, n[0], 7)], [(1, n[1], 9), (1, n[1], 7)], [(2, n[2], 9)]]
 
@@ -71,9 +71,9 @@ def test_buckets_in_flight(device_type: str, bucket_bytes: int, slots: int) -> N
     """Fewer where a matrix is larger than a bucket on an accelerator; one where nothing is sent."""
     cost, items = replace(COST, device_type=device_type), specs([(12, 30)] * 8)
     plan = make_plan(part_layout(items, 2)[0], 0, 2, cost, bucket_bytes)
-    assert plan.of_all.slots(plan.travels(staged=False)) == plan.of_all.slots(True) == slots
+    assert plan.slots(plan.travels(staged=False)) == plan.slots(True) == slots
     alone = make_plan(part_layout(items, 1)[0], 0, 1, cost, bucket_bytes)
-    assert [alone.of_all.slots(alone.travels(staged)) for staged in (False, True)] == [1, slots]
+    assert [alone.slots(alone.travels(staged)) for staged in (False, True)] == [1, slots]
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 64])
@@ -81,7 +81,7 @@ def test_owners_are_balanced(world_size: int) -> None:
     """Longest first: no owner above 4/3 of the best possible (Graham 1969)."""
     shapes = [(64, 64), (256, 64), (64, 256), (192, 64)] * 24
     shards, _ = part_layout(specs(shapes), world_size)
-    loads = make_plan(shards, 0, world_size, replace(COST, flops_per_byte=0.0)).of_all.loads
+    loads = make_plan(shards, 0, world_size, replace(COST, flops_per_byte=0.0)).loads
     assert max(loads) <= 4 / 3 * max(sum(loads) / world_size, *(COST.flops(*s) for s in shapes))
 
 
@@ -106,13 +106,13 @@ def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
     shapes = [(8, 8)] * 6 + [(32, 32)]
     shards, _ = flat_layout(specs(shapes), 2)
     dear = make_plan(shards, 0, 2, replace(COST, flops_per_byte=1e12))
-    assert dear.of_all.moved_elements == 0
+    assert dear.moved_elements == 0
     holders = [shard.placement.ranks(0, shard.spec.numel) for shard in shards]
-    assert all(owner in ranks for owner, ranks in zip(dear.of_all.owners, holders, strict=True))
-    assert make_plan(shards, 0, 2, replace(COST, flops_per_byte=0.0)).of_all.moved_elements > 0
+    assert all(owner in ranks for owner, ranks in zip(dear.owners, holders, strict=True))
+    assert make_plan(shards, 0, 2, replace(COST, flops_per_byte=0.0)).moved_elements > 0
     # A lone matrix: another owner would take as long, after the bytes.
     (spec,) = specs([(64, 64)])
-    assert make_plan([Shard(spec, 0, Placement(0, spec.numel, 0))], 0, 2, COST).of_all.owners == [0]
+    assert make_plan([Shard(spec, 0, Placement(0, spec.numel, 0))], 0, 2, COST).owners == [0]
 
 
 def test_planning_is_linear_in_matrices_and_ranks() -> None:
@@ -126,8 +126,8 @@ def test_planning_is_linear_in_matrices_and_ranks() -> None:
 def test_the_digest_tells_layouts_apart() -> None:
     base, _ = part_layout(specs([(4, 4), (4, 6)]), 2)
     other, _ = part_layout(specs([(4, 4), (6, 4)]), 2)
-    assert make_plan(base, 0, 2, COST).of_all.digest == make_plan(base, 1, 2, COST).of_all.digest
-    assert make_plan(base, 0, 2, COST).of_all.digest != make_plan(other, 0, 2, COST).of_all.digest
+    assert make_plan(base, 0, 2, COST).digest == make_plan(base, 1, 2, COST).digest
+    assert make_plan(base, 0, 2, COST).digest != make_plan(other, 0, 2, COST).digest
 
 
 def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:
@@ -190,8 +190,8 @@ def check_jobs(seeds: range, most_ranks: int) -> None:
 
 def check_sizes(part: Part) -> None:
     """Assert that buckets are no larger than they may be, and that ranks send what the plan states."""
-    plan, world = part.views[0].of_all, len(part.views)
-    assert len({view.of_all.digest for view in part.views}) == 1
+    plan, world = part.views[0], len(part.views)
+    assert len({view.digest for view in part.views}) == 1
     largest = max((item.block.numel for item in plan.items), default=0)
     for view in part.views:
         sent = 0

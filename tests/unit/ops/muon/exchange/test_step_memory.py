@@ -103,7 +103,7 @@ def measured(shapes: list[tuple[int, int]], params: dict[str, Any], device_type:
         found = peak(demands, expected)
     plan = optimizer.plans[0]
     engine.destroy()
-    return found.total, mode.peak, plan.of_all.slots(plan.travels(staged=False)), found.exchange
+    return found.total, mode.peak, plan.slots(plan.travels(staged=False)), found.exchange
 
 
 @pytest.mark.sample(3)

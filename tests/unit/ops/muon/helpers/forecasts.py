@@ -44,11 +44,11 @@ def bound(model: str, **config: Any) -> dict[str, Any]:
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     owners: dict[str, set[int]] = {}
     for plan, partition in zip(optimizer.plans, optimizer.partitions, strict=True):
-        for block, owner in zip(partition.blocks, plan.of_all.owners, strict=True):
+        for block, owner in zip(partition.blocks, plan.owners, strict=True):
             owners.setdefault(block.shard.spec.name, set()).add(owner)
     facts = {
-        "digests": [plan.of_all.digest for plan in optimizer.plans],
-        "owners": [plan.of_all.owners for plan in optimizer.plans],
+        "digests": [plan.digest for plan in optimizer.plans],
+        "owners": [plan.owners for plan in optimizer.plans],
         "buckets": [len(plan.buckets) for plan in optimizer.plans],
         "sent": [plan.sent_elements * itemsize for plan in optimizer.plans],
         "state": sum(tensor.nbytes for tensor in (*states, *owned_tensors(optimizer))),
@@ -88,7 +88,7 @@ def check_against_the_engine(model: str, layout: Layout, **config: Any) -> set[s
             make_plan(part.shards, rank % part.world_size, part.world_size, cost_of(part.group.ns_method))
             for part in (cost.part for cost in costs)
         ]
-        assert [plan.of_all.digest for plan in plans] == facts["digests"]
+        assert [plan.digest for plan in plans] == facts["digests"]
         assert [cost.plan.owners for cost in costs] == facts["owners"]
         assert [len(cost.plan.buckets) for cost in costs] == facts["buckets"]
         assert [cost.sent_bytes[rank % cost.part.world_size] for cost in costs] == facts["sent"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from deepspeed.muon.exchange.partition import Shard
-from deepspeed.muon.exchange.plan import Plan, global_plan
+from deepspeed.muon.exchange.plan import Plan, plan_shards
 from deepspeed.muon.layout import Block, Cut, Placement, Sharding, cut, matrices
 from deepspeed.muon.model.splitting import MatrixSpec
 from helpers.plans import COST
@@ -131,7 +131,7 @@ def _part(
     cost = replace(COST, device_type=settings.device_type)
     # Each rank plans by itself.
     shards = [lanes[rank % len(lanes)] for rank in range(ranks)]
-    views = [global_plan(own, ranks, cost, settings.bucket_bytes).view(rank) for rank, own in enumerate(shards)]
+    views = [plan_shards(own, ranks, cost, settings.bucket_bytes, rank) for rank, own in enumerate(shards)]
     return Part(
         shards=shards,
         views=views,

@@ -9,15 +9,15 @@ from typing import Any
 from deepspeed.muon.exchange.bucket import GridCopy, ShardRun
 from deepspeed.muon.exchange.memory import BatchSize, Demand, PartitionDemand
 from deepspeed.muon.exchange.partition import Shard
-from deepspeed.muon.exchange.plan import CostModel, Plan, global_plan
+from deepspeed.muon.exchange.plan import CostModel, Plan, plan_shards
 from deepspeed.muon.forecast import GroupSpec
 from deepspeed.muon.layout import Block, Placement
 from deepspeed.muon.model.splitting import MatrixSpec
 
 
 def make_plan(shards: Sequence[Shard], rank: int, *args: Any, **kwargs: Any) -> Plan:
-    """Plan one partition from the view of ``rank``; the other arguments are those of ``global_plan``."""
-    return global_plan(shards, *args, **kwargs).view(rank)
+    """Plan one partition from the view of ``rank``; the other arguments are those of ``plan_shards``."""
+    return plan_shards(shards, *args, **kwargs, rank=rank)
 
 
 def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartitionDemand:
@@ -29,7 +29,7 @@ def demand_of(plan: Plan, method: Callable[[int, int], str]) -> PartitionDemand:
         grid = max((copy.numel for copy in copies if copy.rows > 1), default=0)
         batches = tuple(BatchSize(batch.rows, batch.cols, batch.count) for batch in bucket.batches)
         demands.append(Demand(sum(bucket.buffer_sizes), longest, grid, batches))
-    return PartitionDemand(demands, plan.of_all.slots(plan.travels(staged=False)), method)
+    return PartitionDemand(demands, plan.slots(plan.travels(staged=False)), method)
 
 
 def counted_cost(ns_method: str, *how: Any) -> CostModel:

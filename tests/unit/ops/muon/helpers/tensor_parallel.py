@@ -201,7 +201,7 @@ def holders(name: str, tp: int, **config: Any) -> dict[str, tuple[int, list[int]
     engine = build(model(name), tp, **config)
     optimizer = engine.basic_optimizer
     pairs = zip(optimizer.partitions, optimizer.plans, strict=True)
-    placed = ((block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.of_all.owners, strict=True))
+    placed = ((block, owner) for p, plan in pairs for block, owner in zip(p.blocks, plan.owners, strict=True))
     found = {block.name: (owner, list(block.spread.holders)) for block, owner in placed}
     engine.destroy()
     return found

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.muon.exchange import plan as planning
 from deepspeed.muon.exchange.partition import Shard
-from deepspeed.muon.exchange.plan import global_plan
+from deepspeed.muon.exchange.plan import plan_shards
 from deepspeed.muon.layout import Placement
 from deepspeed.muon.math.newton_schulz import schedule
 from deepspeed.muon.zero.read_config import Layout
@@ -49,7 +49,7 @@ def test_parts_of_owners_with_less_are_padded() -> None:
 def test_work_is_shared_where_it_outweighs_the_bytes() -> None:
     def decision(shape: tuple[int, int], count: int = 4, copies: int = 2, **changes: Any) -> bool:
         cost = replace(counted_cost("standard", schedule("simple"), "bf16", 2, "cpu"), **changes)
-        plan = global_plan(replicas([shape] * count, copies), copies, cost)
+        plan = plan_shards(replicas([shape] * count, copies), copies, cost)
         return planning.is_worth_sharing(plan, cost)
 
     # One rank does 30 m^3 per matrix, two do half of it, receive half of 2 m^2 bytes at 200 operations each, and wait
