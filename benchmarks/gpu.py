@@ -52,7 +52,9 @@ def send_to_itself(optimizer: Any) -> None:
     """Let the only rank send every matrix to itself through the process group."""
     for key, bound in optimizer._partition_steps.items():
         plan = dataclasses.replace(bound.plan)
-        vars(plan)["buckets"] = tuple(map(sent_to_itself, bound.plan.buckets))  # in place of those that it would compute
+        vars(plan)["buckets"] = tuple(
+            map(sent_to_itself, bound.plan.buckets)
+        )  # in place of those that it would compute
         optimizer._partition_steps[key] = dataclasses.replace(
             bound,
             exchange=dataclasses.replace(bound.exchange, group=torch.distributed.group.WORLD),
