@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import report
 from deepspeed.muon.config.schema import MuonConfig, parse
-from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.exchange.run import Exchange
 from deepspeed.muon.forecast import Layout, StepPart, group_specs, lay_out
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet, RunKernels, Tiles, Workspace
 from deepspeed.muon.math import adamw
-from deepspeed.muon.saved_state import OwnerState
+from deepspeed.muon.saved_state import OwnerState, adamw_state
 from deepspeed.muon.step import PartitionStep, StepContext, StepValues, bind_partition, without_gradient
 
 META = torch.device("meta")
@@ -153,7 +153,7 @@ def counted(model: nn.Module, stage: int, triton: bool, ranks: int = RANKS) -> t
     probes = [step.gradients for step in steps]
     without_gradient(probes, gradients, read)  # the first step also makes the indices of its probes
     collectives.clear()
-    of_adam = [(tensor, adamw.state_of({}, tensor)) for tensor in (flat(p) for p in parts if not p.group.use_muon)]
+    of_adam = [(tensor, adamw_state({}, tensor)) for tensor in (flat(p) for p in parts if not p.group.use_muon)]
     settings = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1}
     for_adam = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     with count:

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.rates import DTYPES, Rates, alternate, measure, summary
 from benchmarks.roofline import has_symmetric, least_flops
-from deepspeed.muon.kernels import kernel_set, selection, triton_table
+from deepspeed.muon.kernels import kernel_set, selection, triton_kernels
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize, schedule
 
@@ -35,8 +35,8 @@ def tables(device: str) -> dict[str, KernelSet]:
     if device == "cpu":
         table = selection.choose(selection.unavailable_kernels("auto", ["cpu"]))
         return found if table is kernel_set.TORCH else found | {"C++": table}
-    if triton_table.unavailable() is None:
-        found["triton"] = triton_table.operations(kernel_set.TORCH)
+    if triton_kernels.unavailable() is None:
+        found["triton"] = triton_kernels.operations(kernel_set.TORCH)
     return found
 
 

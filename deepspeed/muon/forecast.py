@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.bucket import OwnedBlocks
 from deepspeed.muon.exchange.memory import Demand, Memory, PartitionDemand, Peak, demands_of, peak
-from deepspeed.muon.exchange.partition import PlacedBlock, Shard, whole_shards
+from deepspeed.muon.exchange.placed_params import PlacedBlock, Shard, whole_shards
 from deepspeed.muon.exchange.plan import CostModel, Plan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
 from deepspeed.muon.layout import Placement, Spread

@@ -251,7 +251,8 @@ class Spread:
     def __init__(self, rectangles: tuple[Rectangle, ...], cols: int) -> None:
         self.rectangles, self._cols = rectangles, cols
         ranks = [placement.ranks(block.offset, block.stop) for block, _, placement in rectangles]
-        #: Ranks that hold a part of the matrix, in order.
+        #: The ranks from the first that holds a part of the matrix to the last, in order. Where the matrix has gaps in
+        #: its parameter, some of them may hold nothing.
         self.holders: Sequence[int] = ranks[0] if len(rectangles) == 1 else sorted({*chain.from_iterable(ranks)})
         self._held_by_rank: dict[int, int] = {}
         self._pieces_by_rank: dict[int, tuple[Piece, ...]] = {}

@@ -16,7 +16,7 @@ from deepspeed.muon.config.schema import MuonConfig, naming_preset_keys, parse
 from deepspeed.muon.describe import Description, describe, groups_of
 from deepspeed.muon.errors import UnsupportedError, logger
 from deepspeed.muon.exchange.consensus import Agreed, agreed, short_hash
-from deepspeed.muon.exchange.partition import Partition, whole_partition
+from deepspeed.muon.exchange.placed_params import Partition, whole_partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import Exchange, Staging
 from deepspeed.muon.kernels.kernel_set import Workspace, fixed_numerics
@@ -24,6 +24,7 @@ from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.rules import Schedules
+from deepspeed.muon.model.fused_weights import stage_of
 from deepspeed.muon.model.param_groups import (
     UserGroups,
     check_decay_rates,
@@ -32,14 +33,13 @@ from deepspeed.muon.model.param_groups import (
     warn_of_late_parameters,
     warn_of_odd_settings,
 )
-from deepspeed.muon.model.projections import stage_of
 from deepspeed.muon.model.routing import route, tag_parameters, unwrapped
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree
-from deepspeed.muon.saved_state import OwnerState, SavedForm, muon_state
+from deepspeed.muon.saved_state import OwnerState, SavedForm, adamw_state, is_contiguous_bf16, muon_state
 from deepspeed.muon.step import (
     Gradients,
     PartitionStep,
@@ -358,7 +358,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         state = self.state[tensor]
         if use_muon:
             return muon_state(state, tensor, self.config.momentum_dtype, self.blocks_of)
-        return adamw.state_of(state, tensor)
+        return adamw_state(state, tensor)
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
         """Return the quantization blocks of a tensor's int8 momentum: which elements share a scale."""
@@ -544,7 +544,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             decoupled, others = self.config.adam_w_mode, []
             for tensor, state in zip(tensors, states, strict=True):
                 fragments = self._fragments.get(tensor, [])
-                if adamw.is_contiguous_bf16(tensor):
+                if is_contiguous_bf16(tensor):
                     adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.context.kernels, self.workspace)
                 elif any(adamw.steps_before_start(group, fragment) for fragment in fragments):
                     adamw.step_by_parameter(tensor, state, group, decoupled, fragments)

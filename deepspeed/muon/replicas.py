@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.exchange.consensus import all_maxima, init_and_rank
-from deepspeed.muon.exchange.partition import whole_partition
+from deepspeed.muon.exchange.placed_params import whole_partition
 from deepspeed.muon.kernels.selection import choose, fast_dtype, unavailable_kernels
 from deepspeed.muon.step import StepContext
 

@@ -60,6 +60,25 @@ def muon_state(state: State, tensor: Tensor, momentum_dtype: str, blocks_of: Cal
     return state
 
 
+def adamw_state(state: State, tensor: Tensor) -> State:
+    """Return ``state``, the AdamW state of ``tensor``. If it is empty, first fill it with zeros.
+
+    The keys are ``exp_avg`` and ``exp_avg_sq``, with the tensor's shape and dtype, and ``step``, an fp32 scalar tensor.
+    """
+    if "exp_avg" not in state:
+        # In bf16 each step reads the count for its random numbers, and would wait for a device.
+        device = "cpu" if is_contiguous_bf16(tensor) else tensor.device
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
+        state["exp_avg_sq"] = torch.zeros_like(tensor, requires_grad=False)
+    return state
+
+
+def is_contiguous_bf16(tensor: Tensor) -> bool:
+    """Return whether a tensor is contiguous and bf16, so that AdamW's step can round it stochastically."""
+    return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+
+
 def zero_codes(shape: Sequence[int], blocks: Blocks, device: torch.device) -> State:
     """Return an int8 momentum of zeros: the entries ``momentum_codes`` and ``momentum_absmax`` of a tensor's state."""
     return {

@@ -27,7 +27,7 @@ from torch import Tensor
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.exchange.bucket import Bucket, GridCopy, Scale, ShardRun, Span
 from deepspeed.muon.exchange.consensus import Agreed, short_hash
-from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.exchange.plan import Plan, cost_model, plan_partition, without_collector
 from deepspeed.muon.exchange.run import BucketBuffers, Exchange, copy_from_grid, copy_to_grid, grid_view
 from deepspeed.muon.kernels import kernel_set

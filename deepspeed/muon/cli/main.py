@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from deepspeed.muon import errors
+from deepspeed.muon.cli.build_model import build
 from deepspeed.muon.cli.init import LAUNCH, NEXT
 from deepspeed.muon.cli.init import convert as convert_config
 from deepspeed.muon.cli.parser import REPORT, parser
-from deepspeed.muon.cli.plan import as_json, build, plan_text, rows_of
+from deepspeed.muon.cli.plan_text import as_json, plan_text, rows_of
 from deepspeed.muon.cli.report import as_text, check_launch, environment
 from deepspeed.muon.cli.try_ import run_try
 from deepspeed.muon.describe import Row, aligned
@@ -38,7 +39,7 @@ from deepspeed.muon.forecast import (
 )
 from deepspeed.muon.model.routing import head_note
 from deepspeed.muon.version import __version__
-from deepspeed.muon.zero.checkpoint.states_by_name import import_stocks_muon
+from deepspeed.muon.zero.checkpoint.import_states import import_stocks_muon
 from deepspeed.muon.zero.read_config import find_ds_config, parse_file, read_settings
 
 USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.ModelError, errors.MuonConfigError)

@@ -10,7 +10,7 @@ from itertools import groupby, zip_longest
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from deepspeed.muon.exchange.partition import PlacedBlock
+from deepspeed.muon.exchange.placed_params import PlacedBlock
 from deepspeed.muon.layout import Piece
 
 #: (owner, matrix) pairs.

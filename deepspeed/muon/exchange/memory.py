@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.muon.exchange.bucket import OwnedBlocks, batches_of
-from deepspeed.muon.exchange.partition import PlacedBlock
+from deepspeed.muon.exchange.placed_params import PlacedBlock
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.kernels.kernel_set import batch_limit
 from deepspeed.muon.layout import Spread

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from deepspeed.muon.exchange.bucket import Bucket, OwnedBlocks, batch_key, bucket_of, replicated_bucket
-from deepspeed.muon.exchange.partition import PlacedBlock, Shard
+from deepspeed.muon.exchange.placed_params import PlacedBlock, Shard
 from deepspeed.muon.layout import Spread
 from deepspeed.muon.math.newton_schulz import Schedule, flops
 
@@ -97,10 +97,10 @@ def assign_owners(items: Sequence[PlacedBlock], world_size: int, cost: CostModel
     loads = _Loads(world_size)
     weights = [cost.flops(*item.shape) for item in items]
     owners, moved_costs = [0] * len(items), [0.0] * len(items)
-    few: dict[Spread, dict[int, int]] = {}
+    missing_of: dict[Spread, dict[int, int]] = {}
     # Equal weights are ordered by index, so that all ranks assign alike.
     for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
-        weight, missing = weights[index], _candidates(items[index], loads.least(), few)
+        weight, missing = weights[index], _candidates(items[index], loads.least(), missing_of)
         # The elements that the best-placed rank lacks are sent in any case, so only those beyond them have a cost.
         fewest = min(missing.values())
         offers = ((weight + cost.bytes_as_flops(elements - fewest), rank) for rank, elements in missing.items())
@@ -112,22 +112,21 @@ def assign_owners(items: Sequence[PlacedBlock], world_size: int, cost: CostModel
     return owners, loads.values
 
 
-def _candidates(item: PlacedBlock, least: int, few: dict[Spread, dict[int, int]]) -> dict[int, int]:
+def _candidates(item: PlacedBlock, least: int, missing_of: dict[Spread, dict[int, int]]) -> dict[int, int]:
     """Return {rank: number of the matrix's elements that it lacks} for the ranks that may own the matrix.
 
     These are the ranks that hold a part of it or, if they are many, up to four of them: the first, the middle and the
-    last and, if it holds a part, ``least``, the rank with the least load of all. ``few``: a cache that this function
-    fills, :class:`Spread` of a matrix -> the result without ``least``.
+    last and, if it holds a part, ``least``, the rank with the least load of all. ``missing_of``: a cache that this
+    function fills, :class:`Spread` of a matrix -> the result without ``least``.
     """
     spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]
-    if spread not in few:
+    if spread not in missing_of:
         ranks = holders if len(holders) <= MAX_CANDIDATES else (holders[0], middle, holders[-1])
-        few[spread] = {rank: item.block.numel - spread.held_elements(rank) for rank in ranks}
-    missing = few[spread]
-    # All holders except the first and the last hold equal parts.
+        missing_of[spread] = {rank: item.block.numel - spread.held_elements(rank) for rank in ranks}
+    missing = missing_of[spread]
     if least in holders and least not in missing:
-        return missing | {least: missing[middle]}
+        return missing | {least: item.block.numel - spread.held_elements(least)}
     return missing
 
 
@@ -262,7 +261,7 @@ class Plan:
     def moved_elements(self) -> int:
         """Return how many elements are in matrices whose owner holds no part of them in its shard."""
         owned = zip(self.owners, self.items, strict=True)
-        return sum(item.block.numel for owner, item in owned if owner not in item.spread.holders)
+        return sum(item.block.numel for owner, item in owned if not item.spread.held_elements(owner))
 
     def slots(self, travels: bool) -> int:
         """Return how many buckets are in memory at a time.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed.muon.kernels import kernel_set, native, triton_table
+from deepspeed.muon.kernels import cpp_kernels, kernel_set, triton_kernels
 from deepspeed.muon.kernels.kernel_set import KernelSet
 
 #: Device types that have fast kernels: C++ and Triton. Others run plain PyTorch.
@@ -31,8 +31,8 @@ def unavailable_kernels(setting: str, device_types: Iterable[str]) -> Unavailabl
 
 def _reason(device_type: str) -> str | None:
     if device_type == "cpu":
-        return native.unavailable()
-    return triton_table.unavailable() if device_type == "cuda" else "only plain PyTorch supports it"
+        return cpp_kernels.unavailable()
+    return triton_kernels.unavailable() if device_type == "cuda" else "only plain PyTorch supports it"
 
 
 def _is_usable(unavailable: Unavailable, device_type: str) -> bool:
@@ -44,8 +44,8 @@ def choose(unavailable: Unavailable) -> KernelSet:
 
     Each call of an operation runs the kernel for the device of its tensors.
     """
-    kernels = native.operations() if _is_usable(unavailable, "cpu") else kernel_set.TORCH
-    return triton_table.operations(kernels) if _is_usable(unavailable, "cuda") else kernels
+    kernels = cpp_kernels.operations() if _is_usable(unavailable, "cpu") else kernel_set.TORCH
+    return triton_kernels.operations(kernels) if _is_usable(unavailable, "cuda") else kernels
 
 
 def fast_dtype(device_type: str, unavailable: Unavailable) -> str:
@@ -57,7 +57,7 @@ def fast_dtype(device_type: str, unavailable: Unavailable) -> str:
     """
     # By a rule and not by timing: two starts of one config on one machine have the same bits.
     if device_type == "cpu":
-        return native.operations().fast_dtype if _is_usable(unavailable, "cpu") else "fp32"
+        return cpp_kernels.operations().fast_dtype if _is_usable(unavailable, "cpu") else "fp32"
     accelerator = get_accelerator()
     is_known = accelerator.device_name() == device_type
     return "fp16" if not is_known or accelerator.is_fp16_supported() else "fp32"

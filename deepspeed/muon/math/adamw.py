@@ -22,24 +22,10 @@ from deepspeed.muon.math.wide_arithmetic import in_fp32
 STARTED = "started_at"
 
 
-def state_of(state: State, tensor: Tensor) -> State:
-    """Return ``state``, the AdamW state of ``tensor``. If it is empty, first fill it with zeros.
-
-    The keys are ``exp_avg`` and ``exp_avg_sq``, with the tensor's shape and dtype, and ``step``, an fp32 scalar tensor.
-    """
-    if "exp_avg" not in state:
-        # In bf16 each step reads the count for its random numbers, and would wait for a device.
-        device = "cpu" if is_contiguous_bf16(tensor) else tensor.device
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
-        state["exp_avg_sq"] = torch.zeros_like(tensor, requires_grad=False)
-    return state
-
-
 def step(tensors: Sequence[Tensor], states: Sequence[State], group: Mapping[str, Any], decoupled: bool) -> None:
     """Make one step of AdamW (``decoupled``) or of Adam with an L2 term, and update weights and states in place.
 
-    All ``tensors`` must have a gradient. ``states``: the state of each tensor, from :func:`state_of`. ``group``: the
+    All ``tensors`` must have a gradient. ``states``: the AdamW state of each tensor. ``group``: the
     parameter group with its settings, such as ``lr``.
     """
     grads = [p.grad for p in tensors if p.grad is not None]
@@ -72,11 +58,6 @@ def step_by_parameter(
     step_counts = [state["step"] - steps_before_start(group, part) for part in fragments]
     _update(tensors, grads, means, squares, step_counts, group, decoupled)
     state["step"] += 1
-
-
-def is_contiguous_bf16(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous and bf16, so that :func:`step_in_bf16` can update it."""
-    return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
 
 
 def step_in_bf16(

@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from deepspeed.muon.layout import whole_shape
-from deepspeed.muon.model.projections import embeddings_and_heads, first_number, is_pipeline, is_projection, output_axis
+from deepspeed.muon.model.fused_weights import (
+    embeddings_and_heads,
+    first_number,
+    is_pipeline,
+    is_projection,
+    output_axis,
+)
 from deepspeed.muon.model.splitting import Use, embedding_reason, is_convolution, is_linear_like, without_wrappers
 
 #: Methods that return a model's output layer: of transformers and of timm.

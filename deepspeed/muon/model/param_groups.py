@@ -15,7 +15,7 @@ from deepspeed.muon.config.messages import ELSEWHERE, nearest
 from deepspeed.muon.config.schema import GROUP_KEYS, HARMLESS, MuonConfig, is_harmless
 from deepspeed.muon.errors import MuonConfigError, listed, logger
 from deepspeed.muon.layout import whole_shape
-from deepspeed.muon.model.projections import stages_of
+from deepspeed.muon.model.fused_weights import stages_of
 from deepspeed.muon.model.routing import shapes
 from deepspeed.muon.model.splitting import MatrixSpec, first_match
 

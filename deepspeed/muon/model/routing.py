@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError, UnsupportedError, listed
 from deepspeed.muon.layout import Sharding, local_shape, sharding_of, whole_shape
+from deepspeed.muon.model.fused_weights import is_projection, shared_parameters
 from deepspeed.muon.model.output_heads import find_output_heads
-from deepspeed.muon.model.projections import is_projection, shared_parameters
 from deepspeed.muon.model.splitting import (
     Factor,
     MatrixSpec,

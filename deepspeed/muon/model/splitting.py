@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.layout import Block, Cut, Sharding, cut, matrices, tp_rank
-from deepspeed.muon.model.projections import (
+from deepspeed.muon.model.fused_weights import (
     GATED_CLASSES,
     cut_by_head,
     cut_fused,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deepspeed.muon.config.schema import ClipOptions
 from deepspeed.muon.errors import UnsupportedError, logger
 from deepspeed.muon.exchange.consensus import all_maxima
-from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import grid_view
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace

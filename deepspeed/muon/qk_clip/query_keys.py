@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.muon.errors import MuonConfigError
 from deepspeed.muon.layout import Block, Cut, cut, local_shape, matrices, sharding_of, tp_rank, whole_shape
-from deepspeed.muon.model.projections import (
+from deepspeed.muon.model.fused_weights import (
     DEVICE_CLASSES,
     FUSED,
     KEYS,

@@ -32,7 +32,8 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint import universal
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
-from deepspeed.muon.zero.wrappers.adapter import Adapter, NormWatch, replace
+from deepspeed.muon.zero.wrappers.adapter import Adapter, replace
+from deepspeed.muon.zero.wrappers.gradient_norms import NormWatch
 from deepspeed.muon.zero.wrappers.grids import grid_of, stage_number
 from deepspeed.muon.zero.wrappers.stage0 import Plain, Stage0
 from deepspeed.muon.zero.wrappers.stage3 import Stage3

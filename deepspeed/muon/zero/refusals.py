@@ -17,7 +17,7 @@ from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import CheckpointError, MuonConfigError, UnsupportedError
 from deepspeed.muon.optimizer import MuonWithAuxAdam
-from deepspeed.muon.zero.wrappers.adapter import is_fp16_autocast
+from deepspeed.muon.zero.wrappers.gradient_norms import is_fp16_autocast
 from deepspeed.muon.zero.wrappers.grids import shard_group, tp_rank
 from deepspeed.muon.zero.wrappers.stage3 import part_size, sub_groups
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from deepspeed.muon.errors import CheckpointError, logger
 from deepspeed.muon.exchange.consensus import gathered, raise_on_all_ranks
 from deepspeed.muon.saved_state import NAMES, conversion, routing_difference, saved_groups
+from deepspeed.muon.zero.checkpoint.import_states import load_by_name
 from deepspeed.muon.zero.checkpoint.save import SafeFiles, arguments_of, compare_arguments, micro_batches_done
-from deepspeed.muon.zero.checkpoint.states_by_name import load_by_name
 from deepspeed.muon.zero.refusals import refuse_universal
 from deepspeed.muon.zero.scheduler import apply_schedule
 

@@ -35,7 +35,7 @@ from deepspeed.muon.saved_state import (
     saved_groups,
     settings_of,
 )
-from deepspeed.muon.zero.checkpoint.states_by_name import (
+from deepspeed.muon.zero.checkpoint.import_states import (
     KEYS,
     MOMENTUM,
     ORIGIN,

@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon.exchange.consensus import Agreed, agreed
-from deepspeed.muon.exchange.partition import Partition, whole_partition
-from deepspeed.muon.zero.wrappers.adapter import (
-    Adapter,
-    Seam,
-    is_fp16_autocast,
-    is_valid,
-    mark_gradients,
-    unfused_scaler,
-)
+from deepspeed.muon.exchange.placed_params import Partition, whole_partition
+from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam
+from deepspeed.muon.zero.wrappers.gradient_norms import is_fp16_autocast, is_valid, mark_gradients, unfused_scaler
 from deepspeed.muon.zero.wrappers.grids import shard_group, tp_group, tp_rank
 
 

@@ -18,17 +18,16 @@ import deepspeed.comm as comm
 from torch import Tensor
 
 from deepspeed.muon.exchange.consensus import Agreed, agreed
-from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.layout import Placement
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM
 from deepspeed.muon.model.routing import TAG
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step import are_finite
-from deepspeed.muon.zero.wrappers.adapter import (
+from deepspeed.muon.zero.wrappers.adapter import Adapter, replace
+from deepspeed.muon.zero.wrappers.gradient_norms import (
     NORM_METHODS,
-    Adapter,
     is_valid,
-    replace,
     share_autocast_scale,
     with_all_experts,
     with_norms_of_all_stages,

@@ -17,11 +17,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.layout import Placement
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM
 from deepspeed.muon.zero.checkpoint import nvme
-from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, Adapter, Seam, replaced, share_autocast_scale
+from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam, replaced
+from deepspeed.muon.zero.wrappers.gradient_norms import NORM_METHODS, share_autocast_scale
 
 MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)
 #: Pinned copies of weights and gradients that DeepSpeed keeps after a reload.

@@ -55,7 +55,7 @@ OF_ONE_KIND = {
     "cli.main": "`ds_muon plan --device cuda` names it",
     "cli.report": "the version of NCCL",
     "kernels.triton_elementwise": "Triton's tables run on NVIDIA's and AMD's GPUs only",
-    "kernels.triton_table": "the same",
+    "kernels.triton_kernels": "the same",
     "kernels.kernel_set": "these settings can be read and written on every machine",
 }
 #: Modules that may compute in fp64, and why.

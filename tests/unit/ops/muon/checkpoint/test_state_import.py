@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.cli.main import main
-from deepspeed.muon.zero.checkpoint import states_by_name
+from deepspeed.muon.zero.checkpoint import import_states
 from helpers.checkpoints import error_of
 from helpers.distributed import run
 from helpers.engine_state import differing, named_states
@@ -132,7 +132,7 @@ def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_files_are_read_in_the_order_of_the_ranks() -> None:
     files = [Path(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(12)]
-    assert states_by_name._by_rank(iter(sorted(files))) == files
+    assert import_states._by_rank(iter(sorted(files))) == files
 
 
 def test_what_starts_at_zero_counts_its_steps_anew() -> None:
@@ -146,7 +146,7 @@ def test_what_starts_at_zero_counts_its_steps_anew() -> None:
     states = SimpleNamespace(read=lambda name, key: torch.ones_like(params[name]), step=lambda _: 7.0)
     zeroed, *kept = (name for name, use_muon in names.items() if not use_muon)
     adapter = SimpleNamespace(optimizer=optimizer, resident_partitions=lambda: optimizer.all_partitions)
-    states_by_name.write(adapter, states, dict.fromkeys(names, "kept") | {zeroed: "zero"})
+    import_states.write(adapter, states, dict.fromkeys(names, "kept") | {zeroed: "zero"})
     found = {optimizer.specs[param].name: state for param, state in optimizer.state.items()}
     assert [float(found[name]["step"]) for name in (zeroed, *kept)] == [0.0, *(7.0 for _ in kept)]
     assert not found[zeroed]["exp_avg"].any() and bool((found[kept[0]]["exp_avg"] == 1).all())
@@ -155,7 +155,7 @@ def test_what_starts_at_zero_counts_its_steps_anew() -> None:
 @pytest.mark.parametrize(("steps", "count"), [({"a": 4.0}, 4), ({"b": 4.0}, 4), ({}, 5)])
 def test_skipped_steps_do_not_count(steps: dict[str, float], count: int) -> None:
     """Steps are counted by the states; where these count none, by the engine, whose count includes skipped steps."""
-    saved = object.__new__(states_by_name.SavedFiles)
+    saved = object.__new__(import_states.SavedFiles)
     saved.groups, saved._steps_taken = [], steps
     saved.model_state = {"global_steps": 7, "skipped_steps": 2}
     assert saved.step("a") == count

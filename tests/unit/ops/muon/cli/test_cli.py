@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from torch import nn
 
 from deepspeed.muon.cli import report
-from deepspeed.muon.cli.plan import build
+from deepspeed.muon.cli.build_model import build
 from deepspeed.muon.errors import ModelError
 from deepspeed.muon.zero import patches
 from deepspeed.muon.zero.read_config import Settings, read_settings

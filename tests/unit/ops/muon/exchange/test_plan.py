@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from deepspeed.muon.exchange.bucket import MAX_SPAN, Bucket
-from deepspeed.muon.exchange.partition import PlacedBlock, Shard
-from deepspeed.muon.exchange.plan import bucket_limit
-from deepspeed.muon.layout import Placement
+from deepspeed.muon.exchange.placed_params import PlacedBlock, Shard
+from deepspeed.muon.exchange.plan import _candidates, bucket_limit
+from deepspeed.muon.layout import Block, Placement
+from deepspeed.muon.model.splitting import MatrixSpec
 from helpers.jobs import Part, random_job
 from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs
 from helpers.simulation import simulate
@@ -113,6 +114,17 @@ def test_matrices_stay_with_their_holders_where_bytes_are_dear() -> None:
     # A lone matrix: another owner would take as long, after the bytes.
     (spec,) = specs([(64, 64)])
     assert make_plan([Shard(spec, 0, Placement(0, spec.numel, 0))], 0, 2, COST).owners == [0]
+
+
+def test_a_candidate_lacks_what_it_does_not_hold() -> None:
+    """Heads of a fused weight lie apart, so of the ranks between the first and the last holder some hold nothing."""
+    block = Block(offset=40, rows=8, cols=10, stride=10, bands=4, gap=100)
+    spec = MatrixSpec("qkv", (48, 10), True, "test", blocks=(block,))
+    item = Shard(spec, 0, Placement(0, 24, 0)).items[0]
+    held = [item.spread.held_elements(rank) for rank in item.spread.holders]
+    assert len(held) > 8 and 0 in held and sum(held) == block.numel
+    for rank, elements in zip(item.spread.holders, held, strict=True):
+        assert _candidates(item, rank, {})[rank] == block.numel - elements
 
 
 def test_planning_is_linear_in_matrices_and_ranks() -> None:

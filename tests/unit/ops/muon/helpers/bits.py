@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import native
+from deepspeed.muon.kernels import cpp_kernels
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math.newton_schulz import METHODS, orthogonalize, schedule
 from helpers.kernels import native_bf16, operands, randn, step
@@ -18,7 +18,7 @@ SHAPES = [(2, 130, 66), (2, 66, 130), (1, 200, 1100), (1, 1100, 200)]
 
 def results() -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the result of each operation; Newton-Schulz has all products in one."""
-    kernels = native.operations()
+    kernels = cpp_kernels.operations()
     tensors = operands(1000)
     step(kernels, tensors)
     yield from ((f"elementwise {name}", tensor) for name, tensor in tensors.items())
@@ -37,7 +37,7 @@ def main() -> None:
         name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         for name, tensor in results()
     }
-    print(json.dumps({"table": native.operations().name} | hashes))
+    print(json.dumps({"table": cpp_kernels.operations().name} | hashes))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from deepspeed.muon.exchange.partition import Shard
+from deepspeed.muon.exchange.placed_params import Shard
 from deepspeed.muon.exchange.plan import Plan, plan_shards
 from deepspeed.muon.layout import Block, Cut, Placement, Sharding, cut, matrices
 from deepspeed.muon.model.splitting import MatrixSpec

@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from deepspeed.muon.kernels import kernel_set, native, triton_table
+from deepspeed.muon.kernels import cpp_kernels, kernel_set, triton_kernels
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import key_of
@@ -36,16 +36,16 @@ def interpreted_table() -> KernelSet:
     import triton
 
     assert triton.knobs.runtime.interpret
-    triton_table.is_on_gpu = lambda tensor: True
-    return triton_table.operations(kernel_set.TORCH)
+    triton_kernels.is_on_gpu = lambda tensor: True
+    return triton_kernels.operations(kernel_set.TORCH)
 
 
 def native_bf16() -> bool:
     """Return whether the C++ products support bf16 on this machine: the CPU must have instructions for it."""
     if platform.machine() == "aarch64":
         at_hwcap2, hwcap2_bf16 = 26, 1 << 14  # of Linux
-        return native.unavailable() is None and bool(ctypes.CDLL(None).getauxval(at_hwcap2) & hwcap2_bf16)
-    return native.unavailable() is None and torch.cpu._is_avx512_bf16_supported()
+        return cpp_kernels.unavailable() is None and bool(ctypes.CDLL(None).getauxval(at_hwcap2) & hwcap2_bf16)
+    return cpp_kernels.unavailable() is None and torch.cpu._is_avx512_bf16_supported()
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -80,11 +80,11 @@ def native_only(monkeypatch: pytest.MonkeyPatch) -> KernelSet:
     Skip the test without a compiler, or if torch lacks the products that they need; any other failed build is an error.
     """
     builder = MuonBuilder()
-    if native.unavailable() and not builder.is_compatible():
+    if cpp_kernels.unavailable() and not builder.is_compatible():
         pytest.skip(builder.error_log)
-    table = native.operations()
+    table = cpp_kernels.operations()
     twins = dict.fromkeys(OPERATIONS, _never) | {"symmetric": kernel_set.symmetric, "diagonal": kernel_set.diagonal}
-    monkeypatch.setattr(native, "kernel_set", SimpleNamespace(**twins))
+    monkeypatch.setattr(cpp_kernels, "kernel_set", SimpleNamespace(**twins))
     return table
 
 
@@ -132,7 +132,7 @@ def check_slices(kernels: KernelSet, numel: int, cuts: tuple[int, ...], device: 
 
 #: alpha and beta of products.
 BY = [(1.0, 0.0), (0.6, -1.7), (1.0, 2.5)]
-Symmetric = Tensor | native.Apart
+Symmetric = Tensor | cpp_kernels.Apart
 
 
 def room(kernels: KernelSet, x: Tensor) -> Symmetric:
@@ -145,7 +145,7 @@ def room(kernels: KernelSet, x: Tensor) -> Symmetric:
 
 def parts(matrix: Symmetric) -> tuple[Tensor, ...]:
     """Return the tensors of a matrix: all of it or, with the diagonal apart, the rest and the diagonal."""
-    return tuple(matrix) if isinstance(matrix, native.Apart) else (matrix,)
+    return tuple(matrix) if isinstance(matrix, cpp_kernels.Apart) else (matrix,)
 
 
 def dense(matrix: Symmetric) -> Tensor:
@@ -160,16 +160,16 @@ def near_identity(like: Symmetric, factor: float, power: int) -> Symmetric:
     size, device = rest.size(1), rest.device
     root = randn(*rest.shape, device=device.type).double()
     matrix = torch.linalg.matrix_power(root @ root.mT / size, power) / 8 + factor * torch.eye(size, device=device)
-    if not isinstance(like, native.Apart):
+    if not isinstance(like, cpp_kernels.Apart):
         return matrix.to(rest.dtype)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    return native.Apart((matrix - torch.diag_embed(diagonal)).to(rest.dtype), diagonal.float())
+    return cpp_kernels.Apart((matrix - torch.diag_embed(diagonal)).to(rest.dtype), diagonal.float())
 
 
 def assert_is(actual: Symmetric, expected: Tensor, tolerance: float, diagonal: float = 2e-6) -> None:
     """Check all parts: a diagonal that is apart is right to fp32, and the rest is zero there."""
     scale, rest = expected.abs().amax().item(), parts(actual)[0]
-    if isinstance(actual, native.Apart):
+    if isinstance(actual, cpp_kernels.Apart):
         apart = expected.diagonal(dim1=-2, dim2=-1)
         assert not rest.diagonal(dim1=-2, dim2=-1).any()
         assert relative(actual.diagonal, apart) <= diagonal

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.muon.exchange.bucket import GridCopy, ShardRun
 from deepspeed.muon.exchange.memory import BatchSize, Demand, PartitionDemand
-from deepspeed.muon.exchange.partition import Shard
+from deepspeed.muon.exchange.placed_params import Shard
 from deepspeed.muon.exchange.plan import CostModel, Plan, plan_shards
 from deepspeed.muon.forecast import GroupSpec
 from deepspeed.muon.layout import Block, Placement

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.muon.exchange.bucket import Bucket
-from deepspeed.muon.exchange.partition import Shard
+from deepspeed.muon.exchange.placed_params import Shard
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.layout import Block
 from helpers.plans import all_to_all, places, spread

@@ -195,7 +195,7 @@ def serve_forks(parent: Connection) -> None:
     """Be the server: send "ready", then answer requests: for a new rank its process id, or a rank's exit code."""
     for name in PRELOADED:
         import_module(name)
-    import_module("deepspeed.muon.kernels.native").unavailable()  # loads the C++ operations, if they can be built
+    import_module("deepspeed.muon.kernels.cpp_kernels").unavailable()  # loads the C++ operations, if they can be built
     for thread in threading.enumerate():  # a fork would lose them
         if thread is not threading.current_thread():
             thread.join(timeout=10)

@@ -29,7 +29,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from torch.utils import cpp_extension
 
 import deepspeed.muon
-from deepspeed.muon.kernels import build_lock, native
+from deepspeed.muon.kernels import build_lock, cpp_kernels
 from deepspeed.muon.kernels.builder import MuonBuilder
 from helpers import extensions
 from helpers.distributed import Pool, run
@@ -97,8 +97,8 @@ def test_what_a_build_lacks_is_the_reason(
     """With a torch that lacks the products nothing is compiled, which would take a minute of every start."""
     patch = monkeypatch.setitem if where is os.environ else monkeypatch.setattr
     patch(where, name, value)
-    with pytest.raises(native.KernelError, match=reason):
-        native._load()
+    with pytest.raises(cpp_kernels.KernelError, match=reason):
+        cpp_kernels._load()
 
 
 SMALL = """#include <Python.h>
@@ -115,7 +115,7 @@ def loaded(source: Path) -> list[str]:
         patch.setattr(OpBuilder, "_loaded_ops", {})
         patch.setattr(MuonBuilder, "_installed", lambda self: None)
         patch.setattr(MuonBuilder, "sources", lambda self: [str(source)])
-        native._load()
+        cpp_kernels._load()
     return said
 
 
@@ -240,8 +240,8 @@ def test_who_waits_too_long_goes_on_with_plain_kernels(small: Path, monkeypatch:
         fcntl.flock(taken, fcntl.LOCK_EX)
         for rank, count in (("0", 1), ("1", 0)):
             monkeypatch.setenv("LOCAL_RANK", rank)
-            with logged() as said, pytest.raises(native.KernelError) as caught:
-                native._load()
+            with logged() as said, pytest.raises(cpp_kernels.KernelError) as caught:
+                cpp_kernels._load()
             verdict = f"no compiler on this machine works on {lock.stem}"
             reason = f"{verdict}, and another process has held its lock {lock} for 0 minutes; if that process hangs, "
             assert str(caught.value).startswith(reason + "end it, which releases the lock")
@@ -291,9 +291,9 @@ def test_a_folder_that_cannot_be_written_is_named(small: Path, monkeypatch: pyte
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.touch()  # a file in its place
     with pytest.raises(
-        native.KernelError, match=rf"{folder} cannot be written \(.+\); set TORCH_EXTENSIONS_DIR to one"
+        cpp_kernels.KernelError, match=rf"{folder} cannot be written \(.+\); set TORCH_EXTENSIONS_DIR to one"
     ):
-        native._load()
+        cpp_kernels._load()
 
 
 def build_slowly(source: Path, rank: int) -> None:

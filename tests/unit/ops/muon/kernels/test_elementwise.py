@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed.muon.kernels import kernel_set, native
+from deepspeed.muon.kernels import cpp_kernels, kernel_set
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import block_count, key_of, noise, round_
@@ -297,7 +297,7 @@ def test_the_bits_of_cpp_are_those_of_the_twin(extreme: float | None, monkeypatc
 
 def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
     """Strides, dtypes, and shapes that do not match, which the twin may refuse."""
-    if native.unavailable():
+    if cpp_kernels.unavailable():
         pytest.skip("no C++ compiler")
     module = MuonBuilder().load()
     wide, narrow = randn(64), randn(64, seed=1, dtype=torch.bfloat16)
@@ -320,7 +320,7 @@ def test_what_cpp_is_not_made_for_falls_to_the_twin() -> None:
     for name in ("buffer", "param"):
         tensors = operands(64)
         tensors[name] = torch.cat([tensors[name], tensors[name]])[::2]
-        assert_twins(native.operations(), tensors)
+        assert_twins(cpp_kernels.operations(), tensors)
 
 
 def step_in_slices(kernels: KernelSet) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import kernel_set, triton_table
+from deepspeed.muon.kernels import kernel_set, triton_kernels
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import block_count, key_of
 from deepspeed.muon.math.newton_schulz import orthogonalize, schedule
@@ -29,8 +29,8 @@ randn = functools.partial(helpers.randn, device=GPU)
 @pytest.fixture
 def kernels() -> KernelSet:
     """Triton's table. A table that fails its check fails these tests, with the reason."""
-    assert triton_table.unavailable() is None
-    return triton_table.operations(kernel_set.TORCH)
+    assert triton_kernels.unavailable() is None
+    return triton_kernels.operations(kernel_set.TORCH)
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
@@ -72,7 +72,7 @@ def test_slices_change_no_bit(kernels: KernelSet) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_normalization(table: str, dtype: torch.dtype) -> None:
     """The plain table too: its norm must not be rounded to bf16."""
-    chosen = kernel_set.TORCH if table == "torch" else triton_table.operations(kernel_set.TORCH)
+    chosen = kernel_set.TORCH if table == "torch" else triton_kernels.operations(kernel_set.TORCH)
     given = randn(5, 300, 500).double()
     given *= torch.tensor([1.0, 1e-25, 1e18, 1e-39, 0.0], dtype=torch.float64, device=GPU)[:, None, None]
     given = given.to(dtype)

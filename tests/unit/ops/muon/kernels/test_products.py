@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon.kernels import kernel_set, native
+from deepspeed.muon.kernels import cpp_kernels, kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from helpers.kernels import (
     BY,
@@ -102,10 +102,10 @@ def test_a_row_that_is_not_finite_leaves_other_rows_unchanged(kernels: KernelSet
     ids=["odd rows of bf16", "odd columns of bf16", "fp16"],
 )
 def test_what_cpp_is_not_made_for_goes_to_the_twin(shape: Shape, dtype: torch.dtype) -> None:
-    if reason := native.unavailable():
+    if reason := cpp_kernels.unavailable():
         pytest.skip(reason)
     x, results = randn(*shape, dtype=dtype), []
-    for kernels in (native.operations(), kernel_set.TORCH):
+    for kernels in (cpp_kernels.operations(), kernel_set.TORCH):
         square, product = room(kernels, x), room(kernels, x)
         kernels.square(x, square, Workspace())
         kernels.product(square, square, product, Workspace(), *BY[1])
@@ -118,7 +118,7 @@ def test_a_script_may_switch_onednn_off(dtype: torch.dtype) -> None:
     """Its kernels raise then; products of 16 bits go to the twin."""
     x = randn(2, 32, 64, dtype=dtype)
     with torch.backends.mkldnn.flags(enabled=False):
-        gram, expected = room(native.operations(), x), room(kernel_set.TORCH, x)
-        native.operations().square(x, gram, Workspace())
+        gram, expected = room(cpp_kernels.operations(), x), room(kernel_set.TORCH, x)
+        cpp_kernels.operations().square(x, gram, Workspace())
         kernel_set.TORCH.square(x, expected, Workspace())
     torch.testing.assert_close(gram, expected, rtol=ROUNDING[dtype], atol=1e-2)

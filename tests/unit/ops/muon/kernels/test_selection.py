@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.kernels import kernel_set, native, selection, triton_table
+from deepspeed.muon.kernels import cpp_kernels, kernel_set, selection, triton_kernels
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.kernel_set import KernelSet
 from deepspeed.muon.zero.bind import _judge_kernels
@@ -31,10 +31,10 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
         return lambda other: dataclasses.replace(other, name=f"{name} + {other.name}")
 
     def install(cpu: str | None = None, cuda: str | None = None) -> None:
-        monkeypatch.setattr(native, "unavailable", lambda: cpu)
-        monkeypatch.setattr(native, "operations", lambda: dataclasses.replace(kernel_set.TORCH, name="C++"))
-        monkeypatch.setattr(triton_table, "unavailable", lambda: cuda)
-        monkeypatch.setattr(triton_table, "operations", over("triton"))
+        monkeypatch.setattr(cpp_kernels, "unavailable", lambda: cpu)
+        monkeypatch.setattr(cpp_kernels, "operations", lambda: dataclasses.replace(kernel_set.TORCH, name="C++"))
+        monkeypatch.setattr(triton_kernels, "unavailable", lambda: cuda)
+        monkeypatch.setattr(triton_kernels, "operations", over("triton"))
 
     return install
 
@@ -108,7 +108,7 @@ def test_a_cpu_takes_bf16_if_the_cpp_kernels_are_fast_in_it(
 ) -> None:
     fakes()
     table = dataclasses.replace(kernel_set.TORCH, fast_dtype="bf16" if has_fast_bf16 else "fp32")
-    monkeypatch.setattr(native, "operations", lambda: table)
+    monkeypatch.setattr(cpp_kernels, "operations", lambda: table)
     assert selection.fast_dtype("cpu", {"cpu": None}) == table.fast_dtype
     assert selection.fast_dtype("cpu", {"cpu": "no compiler"}) == "fp32"
 
@@ -117,7 +117,7 @@ def chosen(without: int | None) -> tuple[str, list[str]]:
     """The table of an engine's optimizer after a step, and the lines of log that name it; a rank may lack C++."""
     with pytest.MonkeyPatch.context() as patch, logged() as lines:
         if torch.distributed.get_rank() == without:
-            patch.setattr(native, "unavailable", lambda: "no compiler")
+            patch.setattr(cpp_kernels, "unavailable", lambda: "no compiler")
         engine = make_engine(MODELS["mlp"](), ds_config(stage=2, optimizer={"type": "Muon", "params": PARAMS}))
         train_engine(engine, 1)
         name = engine.basic_optimizer.context.kernels.name

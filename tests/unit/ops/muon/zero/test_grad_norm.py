@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from deepspeed.muon.step import are_finite
-from deepspeed.muon.zero.wrappers.adapter import NORM_METHODS, replace, watch_norms
+from deepspeed.muon.zero.wrappers.adapter import replace
+from deepspeed.muon.zero.wrappers.gradient_norms import NORM_METHODS, watch_norms
 from helpers.contracts import Spoil
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot

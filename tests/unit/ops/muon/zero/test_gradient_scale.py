@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.muon.zero.wrappers.adapter import unfused_scaler
+from deepspeed.muon.zero.wrappers.gradient_norms import unfused_scaler
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, make_batch, train_engine

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
-from deepspeed.muon.kernels import kernel_set, native
+from deepspeed.muon.kernels import cpp_kernels, kernel_set
 from helpers.distributed import run
 from helpers.engine_state import snapshot
 from helpers.logs import logged
@@ -51,9 +51,9 @@ def start(stage: int, bf16_on: tuple[bool, ...]) -> tuple[set[torch.dtype], list
     """What this rank, whose CPU may be fast in bf16, calls in a step, logs at start and sends."""
     has_bf16 = bf16_on[torch.distributed.get_rank()]
     with pytest.MonkeyPatch.context() as patch, logged() as lines, calls() as made:
-        patch.setattr(native, "unavailable", lambda: None)
+        patch.setattr(cpp_kernels, "unavailable", lambda: None)
         table = replace(kernel_set.TORCH, fast_dtype="bf16" if has_bf16 else "fp32")
-        patch.setattr(native, "operations", lambda: table)
+        patch.setattr(cpp_kernels, "operations", lambda: table)
         engine = build({"stage": stage, "optimizer": OPEN})
         train_engine(engine, 1)
     exchanged = engine.basic_optimizer.exchange.dtype

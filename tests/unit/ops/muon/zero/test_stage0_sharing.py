@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.muon.exchange import plan as planning
-from deepspeed.muon.exchange.partition import Shard
+from deepspeed.muon.exchange.placed_params import Shard
 from deepspeed.muon.exchange.plan import plan_shards
 from deepspeed.muon.layout import Placement
 from deepspeed.muon.math.newton_schulz import schedule

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import CheckpointError, ImportStateError, listed, logger
 from deepspeed.muon.exchange.consensus import raise_on_all_ranks
-from deepspeed.muon.exchange.partition import Partition
+from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import NAMES, read_mapped, saved_groups

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
-from deepspeed.muon.kernels import kernel_set, triton_table
+from deepspeed.muon.kernels import kernel_set, triton_kernels
 from deepspeed.muon.kernels import triton_elementwise as elementwise
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from helpers.kernels import OPERATIONS, Interpret, interpreted_table, operands, randn, step
@@ -33,7 +33,7 @@ def test_tensors_of_the_cpu_go_to_the_other_table() -> None:
         return call
 
     below = KernelSet("noted", *map(noted, OPERATIONS))
-    table = triton_table.operations(below)
+    table = triton_kernels.operations(below)
     assert table.name == "triton + noted"
     tensors, work, codes = operands(8), Workspace(), (torch.zeros(8, dtype=torch.int8), torch.zeros(1))
     step(table, tensors)
@@ -63,8 +63,8 @@ def test_no_number_of_matrices_is_too_many_for_a_grid(monkeypatch: pytest.Monkey
     batch, launches = 150_000, Launches()
     for name in [name for name in vars(elementwise) if name.endswith("_kernel")]:
         monkeypatch.setattr(elementwise, name, launches)
-    monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
-    x, table = torch.zeros(batch, 2, 3), triton_table.operations(kernel_set.TORCH)
+    monkeypatch.setattr(triton_kernels, "is_on_gpu", lambda tensor: True)
+    x, table = torch.zeros(batch, 2, 3), triton_kernels.operations(kernel_set.TORCH)
     assert table.normalize(x, x) is x
     counted = sum(grid[1] for grid in launches.grids if len(grid) > 1)
     assert counted == 2 * batch, "the two passes of the normalization that have a program for each part of a matrix"
@@ -79,8 +79,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that is taken for a Hopper, with plain PyTorch in place of every kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(triton_table, "DEVICE", "cpu")
-    monkeypatch.setattr(triton_table, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(triton_kernels, "DEVICE", "cpu")
+    monkeypatch.setattr(triton_kernels, "is_on_gpu", lambda tensor: True)
     passes = ("advance", "advance_rounded", "advance_codes", "apply_", "normalize")
     for name in (*passes, "tiles", "advance_runs", "apply_runs_"):
         monkeypatch.setattr(elementwise, name, getattr(kernel_set, name))
@@ -146,15 +146,15 @@ def test_a_triton_that_does_not_fit_is_a_reason(gpu: None, missing: str, monkeyp
 
 
 def test_without_a_gpu_that_triton_knows_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_table, "why_wrong", lambda *args: pytest.fail("nothing to try"))
+    monkeypatch.setattr(triton_kernels, "why_wrong", lambda *args: pytest.fail("nothing to try"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert triton_table.unavailable() == "triton is not installed"
+    assert triton_kernels.unavailable() == "triton is not installed"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert triton_table.unavailable() == "no NVIDIA or AMD GPU"
+    assert triton_kernels.unavailable() == "no NVIDIA or AMD GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert triton_table.unavailable() == "the GPU is older than Ampere"
+    assert triton_kernels.unavailable() == "the GPU is older than Ampere"
 
 
 # ---- the check itself, on kernels -----------------------------------------------------------------------------
@@ -163,8 +163,8 @@ def test_without_a_gpu_that_triton_knows_nothing_is_tried(monkeypatch: pytest.Mo
 def checked() -> str | None:
     """Triton's own kernels, interpreted."""
     interpreted_table()
-    triton_table.DEVICE, triton_table.SHAPE = "cpu", (32, 64)
-    return triton_table.why_wrong(lambda: triton_table.operations(kernel_set.TORCH))
+    triton_kernels.DEVICE, triton_kernels.SHAPE = "cpu", (32, 64)
+    return triton_kernels.why_wrong(lambda: triton_kernels.operations(kernel_set.TORCH))
 
 
 def test_triton_passes_its_check(interpret: Interpret) -> None:
