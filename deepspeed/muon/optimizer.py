@@ -262,12 +262,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def partitions(self) -> list[Partition]:
-        """Return the :class:`Partition` objects passed to :meth:`bind` whose parameters Muon updates."""
+        """Return each Muon step's :class:`Partition`, without group where ranks do not share the work."""
         return [step.partition for step in self._partition_steps.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
-        """Return all :class:`Partition` objects passed to :meth:`bind`: first Muon's, then AdamW's."""
+        """Return first :attr:`partitions`, then the :class:`Partition` objects whose parameters AdamW updates."""
         return [*self.partitions, *self._adam_partitions]
 
     @property

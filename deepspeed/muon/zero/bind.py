@@ -251,9 +251,9 @@ def _kernel_facts(setting: str, kinds: list[str], device_type: str) -> Facts:
 
 
 def _judge_kernels(of_ranks: list[Facts]) -> Facts:
-    """Merge the facts of all ranks on their kernels. What one rank cannot use, no rank uses.
+    """Merge all ranks' :func:`_kernel_facts`: what any rank cannot use, and the most exact dtype.
 
-    Example: ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``.
+    Result: ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``.
     """
     unavailable: dict[str, str | None] = {}
     for rank, local in enumerate(of_ranks):

@@ -70,9 +70,9 @@ class Stage0(Adapter):
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
-        """Return a context in which the wrapper computes a correct gradient norm.
+        """Return a context that marks gradients and adds groups of zeros, so that the norm is right.
 
-        ``missing_groups``: number of parameter groups that only other pipeline stages have.
+        ``missing_groups``: how many; only other pipeline stages have them.
         """
         mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:

@@ -228,7 +228,7 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_gradient_check(self) -> Iterator[None]:
-        """Return a context for a step; first record whether the gradients are finite on all ranks. A collective."""
+        """Return a context for a step; entering it sets ``_are_finite`` for all ranks, which is a collective."""
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
