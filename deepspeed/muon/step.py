@@ -467,7 +467,7 @@ class PartitionStep:
                 continue
             grad, average = tensor.grad.contiguous(), values.state_of[tensor].get(MOMENTUM)  # None if int8
             if average is not None and self._can_use_spans(values, call, buffers.bucket, average):
-                targets = buffers.shard_side_buffer(call.in_place)
+                targets = buffers.run_buffer(call.in_place)
                 self._advance_spans(values, call, average.view(-1), grad.view(-1), targets)
                 continue
             for index in call.run_indices:
@@ -549,7 +549,7 @@ class PartitionStep:
             if tensor.grad is None:
                 continue
             if self._can_use_spans(values, call, buffers.bucket, tensor):
-                self._apply_spans(values, call, tensor.view(-1), buffers.shard_side_buffer(call.in_place))
+                self._apply_spans(values, call, tensor.view(-1), buffers.run_buffer(call.in_place))
                 continue
             for run, update in self._present_runs(values, call, buffers):
                 weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
