@@ -126,7 +126,6 @@ def bound(index: int, part: StepPart, config: MuonConfig, kernels: KernelSet, **
     return bind_partition(
         Partition(index, (flat(part),), part.shards, exchange.group, 0, part.world_size),
         {"ns_method": part.group.ns_method, "adjust_lr_fn": part.group.adjust_lr_fn},
-        settings_text="",
         config=config,
         dtype="fp16",
         context=StepContext(kernels=kernels, dtype="fp16"),
@@ -150,7 +149,7 @@ def counted(model: nn.Module, stage: int, triton: bool, ranks: int = RANKS) -> t
         collectives["reads"] += 1
         return [1] * flags.numel()
 
-    probes = [step.gradients for step in steps]
+    probes = [step.gradient_probe for step in steps]
     without_gradient(probes, gradients, read)  # the first step also makes the indices of its probes
     collectives.clear()
     of_adam = [(tensor, adamw_state({}, tensor)) for tensor in (flat(p) for p in parts if not p.group.use_muon)]

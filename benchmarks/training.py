@@ -244,7 +244,8 @@ def exchange_alone(optimizer: Any, repeats: int, device: str) -> float:
     times, alone = [], [copy.copy(step) for step in optimizer._partition_steps.values()]
     for step in alone:
         step._is_int8 = False
-        step._prepare = step._orthogonalize = step._apply = lambda now, buffers: None
+        step._prepare = step._apply = lambda values, buffers: None
+        step._orthogonalize = lambda buffers: None
     nothing = types.SimpleNamespace(open_buckets={}, phase=contextlib.nullcontext)
     for _ in range(repeats):
         torch.distributed.barrier()

@@ -26,6 +26,7 @@ from deepspeed.muon.model.param_groups import check_options, split_groups
 from deepspeed.muon.model.routing import route
 from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.qk_clip.query_keys import attention_layers
+from deepspeed.muon.step import NewtonSchulz
 from deepspeed.muon.zero.read_config import Layout, Settings
 from deepspeed.muon.zero.wrappers import stage3, stage12
 
@@ -287,9 +288,11 @@ class GroupSpec:
     def cost_model(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
         """Return the model by which the planner divides the group's matrices among ranks.
 
-        Arguments: as in :func:`deepspeed.muon.exchange.plan.cost_model`.
+        ``schedule``, ``dtype``: coefficients of Newton-Schulz, and dtype of its matrix products. ``wire_bytes``,
+        ``device_type``: as for :func:`deepspeed.muon.exchange.plan.cost_model`.
         """
-        return cost_model(self.method(schedule, dtype), schedule, dtype, wire_bytes, device_type)
+        how = NewtonSchulz(schedule=schedule, dtype=dtype, method=self.method(schedule, dtype))
+        return cost_model(how.flops, wire_bytes, device_type)
 
     def scale(self, rows: int, cols: int) -> float:
         """Return the factor by which the orthogonalized update of a matrix is multiplied, without the learning rate."""

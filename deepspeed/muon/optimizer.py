@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepspeed.muon.config.schema import MuonConfig, naming_preset_keys, parse
 from deepspeed.muon.describe import Description, describe, groups_of
 from deepspeed.muon.errors import UnsupportedError, logger
-from deepspeed.muon.exchange.consensus import Agreed, agreed, short_hash
+from deepspeed.muon.exchange.consensus import Agreed, same_on_all_ranks, short_hash
 from deepspeed.muon.exchange.placed_params import Partition, whole_partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import Exchange, Staging
@@ -23,11 +23,10 @@ from deepspeed.muon.kernels.kernel_set import Workspace, fixed_numerics
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment
 from deepspeed.muon.math.newton_schulz import DTYPES
-from deepspeed.muon.math.rules import Schedules
 from deepspeed.muon.model.fused_weights import stage_of
 from deepspeed.muon.model.param_groups import (
     UserGroups,
-    check_decay_rates,
+    check_betas,
     check_options,
     split_groups,
     warn_of_late_parameters,
@@ -51,11 +50,6 @@ from deepspeed.muon.step import (
     with_settings,
     without_gradient,
 )
-
-
-def settings_text(group: Mapping[str, Any]) -> str:
-    """Return a text of everything in a parameter group that decides the bits of its update."""
-    return repr(sorted((key, value) for key, value in group.items() if key != "params"))
 
 
 class MuonWithAuxAdam(torch.optim.Optimizer):
@@ -90,22 +84,22 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         UnsupportedError: FSDP has sharded the model.
     """
 
-    qk_clip: QKClip | None = None
-    #: Where Newton-Schulz runs; ``None`` until :meth:`bind`.
-    _device: torch.device | None = None
-    _is_built = False
-    _phase: Phase = nullcontext
-    _stats: StepStats | None = None
-    _is_skip_logged = False
-    #: Whether this step has looked for matrices without gradient.
-    _has_looked = False
-
     def __init__(
         self, params: Iterable[Any], *, model: nn.Module, settings: MuonConfig | None = None, **config: Any
     ) -> None:
         if settings is not None and config:
             raise TypeError(f"pass settings or its fields, not both; got settings and {', '.join(config)}")
         self.config: MuonConfig = settings or parse(config)
+        #: Where Newton-Schulz runs; ``None`` until :meth:`bind`.
+        self._device: torch.device | None = None
+        #: Whether the constructor has ended.
+        self._is_built = False
+        #: What :meth:`observed` has set.
+        self._phase: Phase = nullcontext
+        self._stats: StepStats | None = None
+        self._is_skip_logged = False
+        #: Whether this step has looked for matrices without gradient.
+        self._has_looked = False
         #: How momentum and weight decay change with the step.
         self._schedules = self.config.schedules
         model, self._replicas = unwrapped(model)
@@ -117,11 +111,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
         with naming_preset_keys(self.config.preset, self.config.preset_values):
             attentions = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
-            #: Options without effect in this pipeline stage, and the error to raise if they have none in any stage.
+            #: Option without effect here -> the error to raise if it has none in any pipeline stage.
             self.unused_options = check_options(model, self.specs.values(), self.config, attentions)
         #: The parameters that were frozen when the optimizer was built, by name; weak, so that a model can drop them.
         self._frozen = weakref.WeakValueDictionary({n: p for n, p in model.named_parameters() if not p.requires_grad})
-        #: First tensor of a partition of Muon parameters -> the step of that partition.
+        #: First tensor of a partition of Muon parameters -> the step of that partition. The tensor is the key because
+        #: ZeRO calls ``step`` with one sub-group's tensors at a time.
         self._partition_steps: dict[Tensor, PartitionStep] = {}
         #: First tensor of a partition that is looked at and not yet updated -> its matrices without gradient.
         self._without_gradient: dict[Tensor, frozenset[str]] = {}
@@ -133,6 +128,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: Facts that the ranks have agreed on; set before :meth:`bind`.
         self.context = StepContext()
         self.owner_state = OwnerState(self.config.rules)
+        self.qk_clip: QKClip | None = None
         if self.config.qk_clip and attentions is not None:
             name_of = {param: spec.name for param, spec in self.specs.items()}
             living = weakref.ref(self)  # the model's hooks keep the function; they must not keep the optimizer
@@ -142,6 +138,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 return optimizer.steps_done if optimizer is not None else 0
 
             self.qk_clip = QKClip(self.config.qk_clip, attentions, name_of, steps_done=steps_done)
+        #: For each of the user's groups, the indices of its halves in ``param_groups``, and its learning rate.
         self._origins, self._given_lrs = split.origins, split.given_lrs
         #: For each parameter group, the specs of its parameters.
         self._specs_of_groups = [[specs[p] for p in half["params"]] for half in split.halves]
@@ -187,13 +184,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Plan which rank orthogonalizes which matrix, and create optimizer state that was not loaded.
 
         A DeepSpeed engine calls this before the first step; in plain PyTorch, the first step does. Later changes of a
-        group's ``ns_method`` and ``adjust_lr_fn`` have no effect.
+        group's ``ns_method`` and ``adjust_lr_fn`` have no effect until a state is loaded (:meth:`after_load`).
 
         Args:
             partitions: a :class:`Partition` for each parameter group, or at stage 3 for each of ZeRO's sub-groups.
             device: where Newton-Schulz runs.
         """
-        if self.context.is_logging and self._device is None:
+        if self.context.is_logging and not self.is_bound:
             warn_of_odd_settings(self.param_groups)
         self._partition_steps.clear()
         self._adam_partitions.clear()
@@ -209,7 +206,6 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._partition_steps[partition.tensors[0]] = bind_partition(
                 partition,
                 group,
-                settings_text=settings_text(group),
                 config=self.config,
                 dtype=self.ns_dtype,
                 context=self.context,
@@ -233,16 +229,16 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
         The plan stays, because it follows from shapes, ranks and config alone.
         """
-        if self._device is None:
+        if not self.is_bound:
             return
         for tensor, step in self._partition_steps.items():
-            if step.settings_text != settings_text(group := self.param_groups[step.partition.index]):
-                self._partition_steps[tensor] = with_settings(step, group, settings_text(group))
+            self._partition_steps[tensor] = with_settings(step, self.param_groups[step.partition.index])
         self.owner_state.bind(self._partition_steps.values())
 
     def connect(self) -> None:
         """Make the backend's connections for the exchange, group by group in the order of a step; a collective."""
-        exchanges = {id(s.exchange.group): s.exchange for s in self._partition_steps.values() if s.sends_between_ranks}
+        # One all-to-all per process group makes its connections, and several partitions may share a group.
+        exchanges = {id(s.exchange.group): s.exchange for s in self._partition_steps.values() if s.uses_all_to_all}
         for exchange in exchanges.values():
             exchange.connect()
 
@@ -262,18 +258,23 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def partitions(self) -> list[Partition]:
-        """Return the :class:`Partition` objects passed to :meth:`bind` whose parameters Muon updates."""
+        """Return each Muon step's :class:`Partition`, without group where ranks do not share the work."""
         return [step.partition for step in self._partition_steps.values()]
 
     @property
     def all_partitions(self) -> list[Partition]:
-        """Return all :class:`Partition` objects passed to :meth:`bind`: first Muon's, then AdamW's."""
+        """Return first :attr:`partitions`, then the :class:`Partition` objects whose parameters AdamW updates."""
         return [*self.partitions, *self._adam_partitions]
 
     @property
     def plans(self) -> list[Plan]:
         """Return for each entry of :attr:`partitions` the :class:`Plan` of what this rank sends and computes."""
         return [step.plan for step in self._partition_steps.values()]
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether :meth:`bind` has planned the steps."""
+        return self._device is not None
 
     @property
     def compute_device(self) -> torch.device:
@@ -299,6 +300,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @property
     def steps_done(self) -> int:
         """Return the number of steps taken, including those of the run that saved a loaded checkpoint."""
+        # The first state is Muon's, unless the first group has no matrix, and a step counts all of Muon's tensors.
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
@@ -314,7 +316,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @contextmanager
     def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
-        """Run each phase of the ``with`` block's steps in the context ``phase(name)``; record each step in ``stats``.
+        """Run each phase of the steps within the ``with`` block in ``phase(name)``, and record the steps in ``stats``.
 
         Names of phases: prepare, exchange, newton_schulz, apply, adamw. ``None`` keeps what an enclosing block has set.
         """
@@ -351,9 +353,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         elif self.config.momentum_dtype == "int8":
             self._momentum_blocks |= zip(partition.tensors, map(Blocks, partition.matrix_pieces()), strict=True)
         for tensor in partition.tensors:
-            self.create_state(tensor, use_muon)
+            self.state_of(tensor, use_muon)
 
-    def create_state(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
+    def state_of(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
         """Return a tensor's state {key: tensor} for Muon (``use_muon``) or AdamW; create missing state as zeros."""
         state = self.state[tensor]
         if use_muon:
@@ -418,7 +420,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        if self._device is None and not self._bind_on_first_use():
+        if not self.is_bound and not self._bind_on_first_use():
             return
         if not self.context.is_stepped_in_parts:
             # In every step, because a rank cannot know whether another rank has loaded a state.
@@ -432,9 +434,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not self._is_finite():
             self.report_skip()
             return
-        # In every step, because a schedule may change these rates.
+        # In every step, because a schedule may change these coefficients.
         for group in self.param_groups:
-            check_decay_rates(group)
+            check_betas(group)
         for group, step in zip(groups, steps, strict=True):
             left_alone: frozenset[str] = frozenset()
             if step is None:
@@ -468,7 +470,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Return whether all gradients on all ranks are finite; all ranks get the same answer."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
-        return agreed(self.has_finite_gradients(), is_same_on_all_ranks=True)
+        return same_on_all_ranks(self.has_finite_gradients())
 
     def has_finite_gradients(self) -> bool:
         """Return whether all gradients on this rank are finite."""
@@ -513,7 +515,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Find the matrices without gradient of some partitions, given as (its step, its gradients); a collective."""
         with self._phase("prepare"):
             names = without_gradient(
-                [step.gradients for step, _ in looks], [g for _, g in looks], self.context.read_flags
+                [step.gradient_probe for step, _ in looks], [g for _, g in looks], self.context.read_flags
             )
         self._without_gradient, self._has_looked = {}, True
         for (step, _), of_step in zip(looks, names, strict=True):
@@ -523,9 +525,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 self._stats.without_gradient += len(of_step) / step.sharers
 
     def _muon_step(self, group: dict[str, Any], step: PartitionStep, without_gradient: frozenset[str]) -> None:
-        states = [self.state.get(tensor) or self.create_state(tensor, use_muon=True) for tensor in group["params"]]
-        if self._schedules != Schedules():
-            group = self._schedules.settings_at(group, done=int(states[0]["step"]))
+        states = [self.state_of(tensor, use_muon=True) for tensor in group["params"]]
+        group = self._schedules.settings_at(group, done=int(states[0]["step"]))
         torch._foreach_add_([state["step"] for state in states], 1)
         step.run(
             StepValues(
@@ -540,7 +541,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _adam_step(self, group: dict[str, Any]) -> None:
         tensors = [p for p in group["params"] if p.grad is not None]
         with self._phase("adamw"):
-            states = [self.create_state(p, use_muon=False) for p in tensors]
+            states = [self.state_of(p, use_muon=False) for p in tensors]
             decoupled, others = self.config.adam_w_mode, []
             for tensor, state in zip(tensors, states, strict=True):
                 fragments = self._fragments.get(tensor, [])

@@ -44,8 +44,9 @@ from deepspeed.muon.saved_state import OwnerState
 # ---- look: which matrices have a gradient, and whether gradients are finite ----------------------------------------
 #
 # ZeRO passes a gradient of zeros for a parameter that took no part in the loss. Its momentum then shrinks, but updates
-# keep their full size, so the matrix would move on for some 1,900 steps. Therefore a matrix whose whole gradient is
-# exactly zero is not updated, like a parameter whose ``grad`` is ``None`` in torch's optimizers.
+# keep their full size, so the matrix would move on until the momentum is zero: for some 1,900 steps in fp32, if it was
+# about .001 and shrinks to .95 of its size in each. Therefore a matrix whose whole gradient is exactly zero is not
+# updated, like a parameter whose ``grad`` is ``None`` in torch's optimizers.
 
 #: How many elements of each matrix's gradient to test first. A matrix is read as a whole only if all of them are zero.
 PROBES = 16
@@ -58,7 +59,7 @@ class _Probes(NamedTuple):
 
     ``tensor``: the tensor's index in the partition. The other fields have one item for each matrix of which the tensor
     holds elements, in the order of the elements. ``runs_of_matrices``: the parts of the matrix in the tensor.
-    ``numbers``, ``matrices``: index of the matrix in the partition, as integers and as an int64 tensor.
+    ``numbers``, ``matrix_indices``: index of the matrix in the partition, as integers and as an int64 tensor.
     ``positions``: indices in the tensor of the :data:`PROBES` elements to test first. ``indices``: lengths of the
     gradient's pieces -> for each piece, the positions in it, int64 ``[matrices, PROBES]``.
     """
@@ -66,7 +67,7 @@ class _Probes(NamedTuple):
     tensor: int
     runs_of_matrices: list[list[ShardRun]]
     numbers: list[int]
-    matrices: Tensor
+    matrix_indices: Tensor
     positions: list[list[int]]
     indices: dict[tuple[int, ...], list[Tensor]]
 
@@ -83,7 +84,7 @@ class _Probes(NamedTuple):
         for length in lengths:
             # A matrix lies in one piece, because it belongs to one parameter.
             inside = [[p - start for p in of_one] for of_one in self.positions if 0 <= of_one[0] - start < length]
-            index = torch.tensor(inside, dtype=torch.int64, device=self.matrices.device)
+            index = torch.tensor(inside, dtype=torch.int64, device=self.matrix_indices.device)
             result.append(index.view(-1, PROBES))
             start += length
         return result
@@ -96,7 +97,7 @@ class GradientProbe:
     """
 
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
-        self._exchange, self._is_shared = exchange, plan.gradient_flag_count > 0
+        self._exchange, self._is_shared = exchange, plan.exchanges_gradient_flags
         self._device = partition.tensors[0].device
         #: Names of all matrices; the same order on all ranks.
         self.names = [item.name for item in partition.blocks]
@@ -107,11 +108,12 @@ class GradientProbe:
                 runs_by_tensor[run.tensor][index[run.matrix]].append(run)
         self._probes = []
         for tensor, of_tensor in runs_by_tensor.items():
+            # Matrices in the order of their elements in the tensor.
             in_order = dict(sorted(of_tensor.items(), key=lambda pair: pair[1][0].copy.start))
             numbers, runs_of_matrices = list(in_order), list(in_order.values())
-            matrices = torch.tensor(numbers, dtype=torch.int64, device=partition.tensors[tensor].device)
+            matrix_indices = torch.tensor(numbers, dtype=torch.int64, device=partition.tensors[tensor].device)
             positions = [*map(_spread, runs_of_matrices)]
-            self._probes.append(_Probes(tensor, runs_of_matrices, numbers, matrices, positions, {}))
+            self._probes.append(_Probes(tensor, runs_of_matrices, numbers, matrix_indices, positions, {}))
 
     def sampled(self, gradients: Gradients) -> Tensor:
         """Return int32 ``[matrices]``: 1 where a sample of the matrix's gradient is not zero on some rank, otherwise 0.
@@ -121,7 +123,7 @@ class GradientProbe:
         present = torch.zeros(len(self.names), dtype=torch.int32, device=self._device)
         for probes in self._probes:
             if gradient := _joined(gradients[probes.tensor]):
-                present[probes.matrices] = probes.sampled(gradient).ne(0).any(dim=1).to(torch.int32)
+                present[probes.matrix_indices] = probes.sampled(gradient).ne(0).any(dim=1).to(torch.int32)
         return self._of_all_ranks(present)
 
     def read(self, gradients: Gradients, numbers: Sequence[int]) -> Tensor:
@@ -169,6 +171,7 @@ def without_gradient(
     if not any(unsure):
         return [frozenset() for _ in probes]
     looks = [(probe, of_part, numbers) for (probe, of_part), numbers in zip(pairs, unsure, strict=True) if numbers]
+    # Not by ``read_flags``, which has already read the norms with the first flags.
     flags = iter(torch.cat([probe.read(of_part, numbers) for probe, of_part, numbers in looks]).tolist())
     return [
         frozenset(probe.names[number] for number in numbers if not next(flags))
@@ -234,6 +237,121 @@ def are_finite(tensors: list[Tensor]) -> bool:
     dtype = torch.promote_types(max((t.dtype for t in tensors), key=lambda d: d.itemsize), torch.float32)
     norms = torch._foreach_norm(tensors, dtype=dtype)
     return bool(torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().all())
+
+
+# ---- how the step of a partition is planned ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """Facts besides the config that a step depends on; :mod:`deepspeed.muon.zero.bind` finds them.
+
+    Args:
+        is_logging: whether this rank writes the log lines that would be equal on all ranks; true on one rank.
+        kernels: the kernels of every operation; equal on all ranks.
+        dtype: dtype of Newton-Schulz where ``ns_dtype`` is ``auto``; equal on all ranks.
+        unavailable: device type -> reason why the package's fast kernels cannot be used on it.
+        threads: the most threads that a step uses on the CPU; ``None``: as many as torch does.
+        peers: process group of the ranks that train the same layers; ``None``: all ranks.
+        muon_of_all_stages: with a pipeline, {Muon parameter of any stage: hash of how it is split into matrices}. The
+            hash is empty for a parameter that is one matrix. ``None`` without a pipeline.
+        is_stepped_in_parts: whether one engine step calls the optimizer's ``step`` several times. The engine then calls
+            the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
+        is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
+            ``None``: the optimizer checks them by itself, because they are equal on all ranks.
+        read_flags: function that returns the elements of an int32 tensor on the device; it may read more with them.
+        gradients_of: function of a partition that the current call of ``step`` does not update. It returns the
+            consecutive pieces of its flat gradient, or ``None`` if they are not in memory.
+    """
+
+    is_logging: bool = True
+    kernels: KernelSet = kernel_set.TORCH
+    dtype: str = "fp32"
+    unavailable: Unavailable = field(default_factory=dict)
+    threads: int | None = None
+    peers: Any = None
+    muon_of_all_stages: dict[str, str] | None = None
+    is_stepped_in_parts: bool = False
+    is_finite: Callable[[], Agreed] | None = None
+    read_flags: Callable[[Tensor], list[int]] = Tensor.tolist
+    gradients_of: Callable[[Partition], Sequence[Tensor] | None] = lambda partition: None
+
+
+@without_collector()
+def bind_partition(
+    partition: Partition,
+    group: Mapping[str, Any],
+    *,
+    config: MuonConfig,
+    dtype: str,
+    context: StepContext,
+    exchange: Exchange,
+    momentum_blocks: Mapping[Tensor, Blocks],
+    owner_state: OwnerState,
+) -> PartitionStep:
+    """Plan the step of one :class:`Partition`. Return the :class:`PartitionStep` that carries it out.
+
+    Args:
+        partition: Muon parameters of one parameter group, and how ranks share them.
+        group: the partition's parameter group.
+        dtype: dtype of the matrix products of Newton-Schulz, a key of :data:`DTYPES`.
+        exchange: communication among the ranks of the partition.
+        momentum_blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
+        owner_state: the state that the update rules keep, of all partitions.
+    """
+    newton_schulz = _newton_schulz(group, config, dtype, exchange.device.type)
+    cost = cost_model(newton_schulz.flops, exchange.dtype.itemsize, exchange.device.type)
+    # The number of ranks before the partition may shrink to one below: statistics are divided by it.
+    sharers, is_replicated = partition.world_size, partition.is_replicated
+    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, partition.rank)
+    if planned.world_size < sharers:  # each rank does all the work
+        partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
+        exchange = replace(exchange, group=None)
+    # Kernels for many runs read the shards directly, so they cannot be used if the shards are staged in other buffers.
+    runs = context.kernels.runs if exchange.staging is None else None
+    return PartitionStep(
+        config=config,
+        partition=partition,
+        plan=planned,
+        exchange=exchange,
+        newton_schulz=newton_schulz,
+        kernels=context.kernels,
+        multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
+        scale=_scale(group, config),
+        settings_text=_settings_text(group),
+        sharers=sharers,
+        copies=sharers if is_replicated else 1,
+        momentum_blocks=momentum_blocks,
+        owner_state=owner_state,
+    )
+
+
+def with_settings(step: PartitionStep, group: Mapping[str, Any]) -> PartitionStep:
+    """Return the same planned step with the settings of ``group``, after a load; ``step`` itself if it has them."""
+    settings_text = _settings_text(group)
+    if settings_text == step.settings_text:
+        return step
+    return replace(
+        step,
+        newton_schulz=_newton_schulz(group, step.config, step.newton_schulz.dtype, step.exchange.device.type),
+        scale=_scale(group, step.config),
+        settings_text=settings_text,
+    )
+
+
+def _settings_text(group: Mapping[str, Any]) -> str:
+    """Return a text of everything in a parameter group that decides the bits of its update."""
+    return repr(sorted((key, value) for key, value in group.items() if key != "params"))
+
+
+def _newton_schulz(group: Mapping[str, Any], config: MuonConfig, dtype: str, device_type: str) -> NewtonSchulz:
+    ns_method = exact_method(group["ns_method"], dtype, device_type)
+    method = cache(partial(method_of, ns_method=ns_method, schedule=config.schedule, dtype=dtype))
+    return NewtonSchulz(schedule=config.schedule, dtype=dtype, method=method)
+
+
+def _scale(group: Mapping[str, Any], config: MuonConfig) -> Scale:
+    return cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale))
 
 
 # ---- the step of a partition ---------------------------------------------------------------------------------------
@@ -352,13 +470,16 @@ class PartitionStep:
         return DTYPES[self.newton_schulz.dtype]
 
     @cached_property
-    def gradients(self) -> GradientProbe:
+    def gradient_probe(self) -> GradientProbe:
         """Return the :class:`GradientProbe` that finds the partition's matrices without a gradient."""
         return GradientProbe(self.partition, self.plan, self.exchange)
 
     @property
-    def sends_between_ranks(self) -> bool:
-        """Return whether any rank of the partition sends matrices to an owner; equal on all of its ranks."""
+    def uses_all_to_all(self) -> bool:
+        """Return whether any rank of the partition sends matrices to an owner; equal on all of its ranks.
+
+        At ZeRO stage 0 none does: an all-gather sends the results.
+        """
         return any(bucket.travels and not bucket.gathered_part for bucket in self.plan.buckets)
 
     @cached_property
@@ -391,7 +512,7 @@ class PartitionStep:
 
     # ---- a step -------------------------------------------------------------------------------------------
 
-    def run(self, now: StepValues) -> None:
+    def run(self, values: StepValues) -> None:
         """Make one step: update the partition's weights and optimizer states in place.
 
         With three buckets in memory at a time (:attr:`slots`), a step of three buckets has this form. What one line
@@ -404,89 +525,91 @@ class PartitionStep:
                                                                       apply 2
         """
         # The order of the collectives follows from the number of buckets and of slots, which are equal on all ranks.
+        # Slots: 1 if nothing travels, 2 if memory is tight, otherwise 3.
         lag, is_tight = int(self.slots > 1), self.slots == 2
-        now.memory_of_slots = self.exchange.allocate(self.plan, self.slots)
+        values.memory_of_slots = self.exchange.allocate(self.plan, self.slots)
         for turn in range(len(self.plan.buckets) + 2 * lag):
             if is_tight:  # the next bucket takes this one's memory
-                self._finish(now, turn - 2 * lag)
-            self._start(now, turn)
-            self._turn_around(now, turn - lag)
+                self._finish(values, turn - 2 * lag)
+            self._start(values, turn)
+            self._turn_around(values, turn - lag)
             if not is_tight:  # results arrive while another bucket is orthogonalized
-                self._finish(now, turn - 2 * lag)
+                self._finish(values, turn - 2 * lag)
 
-    def _start(self, now: StepValues, number: int) -> None:
+    def _start(self, values: StepValues, number: int) -> None:
         """Prepare bucket ``number`` and start to send it to the owners; ignore a number without a bucket."""
         if number < len(self.plan.buckets):
             slot = number % self.slots
-            now.open_buckets[number] = buffers = self.exchange.open(self.plan, number, now.memory_of_slots[slot], slot)
-            with now.phase("prepare"):
-                self._prepare(now, buffers)
+            buffers = self.exchange.open(self.plan, number, values.memory_of_slots[slot], slot)
+            values.open_buckets[number] = buffers
+            with values.phase("prepare"):
+                self._prepare(values, buffers)
             self.exchange.send(buffers)
 
-    def _turn_around(self, now: StepValues, number: int) -> None:
+    def _turn_around(self, values: StepValues, number: int) -> None:
         """Orthogonalize bucket ``number`` once it has arrived, and start to send the results back."""
         if 0 <= number < len(self.plan.buckets):
-            buffers = now.open_buckets[number]
-            with now.phase("exchange"):
+            buffers = values.open_buckets[number]
+            with values.phase("exchange"):
                 self.exchange.wait(buffers)
-            with now.phase("newton_schulz"):
-                self._orthogonalize(now, buffers)
+            with values.phase("newton_schulz"):
+                self._orthogonalize(buffers)
             self.exchange.send_back(buffers)
 
-    def _finish(self, now: StepValues, number: int) -> None:
+    def _finish(self, values: StepValues, number: int) -> None:
         """Update the weights of bucket ``number`` once its results have arrived, and release the bucket."""
         if 0 <= number < len(self.plan.buckets):
-            buffers = now.open_buckets.pop(number)
-            with now.phase("exchange"):
+            buffers = values.open_buckets.pop(number)
+            with values.phase("exchange"):
                 self.exchange.wait_back(buffers)
-            with now.phase("apply"):
-                self._apply(now, buffers)
+            with values.phase("apply"):
+                self._apply(values, buffers)
 
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
-    def _prepare(self, now: StepValues, buffers: BucketBuffers) -> None:
+    def _prepare(self, values: StepValues, buffers: BucketBuffers) -> None:
         """Update the momentum of this rank's part of one bucket's matrices, and write the input of Newton-Schulz.
 
         ``buffers``: receives the input in the dtype in which matrices are sent. With the gradient g and the updated
-        momentum m, the input is ``g + momentum * (m - g)`` if Nesterov is on, otherwise m.
+        momentum m, the input is ``g + beta * (m - g)`` if Nesterov is on, otherwise m.
         """
         for call in self.calls[buffers.index]:
-            tensor = now.tensors[call.tensor]
+            tensor = values.tensors[call.tensor]
             if tensor.grad is None:
                 # The plan is fixed and sends every run, so a parameter without a gradient is sent as zeros.
                 for index in call.run_indices:
                     buffers.slice_of(index).zero_()
                 continue
-            grad, average = tensor.grad.contiguous(), now.state_of[tensor].get(MOMENTUM)
-            if average is not None and self._is_one_pass(now, call, buffers.bucket, average):
-                targets = buffers.shard_side_buffer(call.in_place)
-                self._advance_spans(now, call, average.view(-1), grad.view(-1), targets)
+            grad, average = tensor.grad.contiguous(), values.state_of[tensor].get(MOMENTUM)  # None if int8
+            if average is not None and self._can_use_spans(values, call, buffers.bucket, average):
+                targets = buffers.run_buffer(call.in_place)
+                self._advance_spans(values, call, average.view(-1), grad.view(-1), targets)
                 continue
             for index in call.run_indices:
                 run = buffers.bucket.runs[index]
-                if run.matrix in now.without_gradient:  # Newton-Schulz maps zero to zero
+                if run.matrix in values.without_gradient:  # Newton-Schulz maps zero to zero
                     buffers.slice_of(index).zero_()
                 else:
-                    self._advance(now, tensor, grad, run, buffers.slice_of(index))
+                    self._advance(values, tensor, grad, run, buffers.slice_of(index))
 
-    def _advance_spans(self, now: StepValues, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
+    def _advance_spans(self, values: StepValues, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
         """Update the momentum of all runs of a :class:`Call`, and write their input of Newton-Schulz to ``targets``.
 
         ``average``, ``grad``: momentum and gradient of the call's tensor. All three tensors are 1-D.
         """
         if self.multi_run_kernels is not None:
-            self.multi_run_kernels.advance(average, grad, targets, call.tiles, now.beta, now.nesterov)
+            self.multi_run_kernels.advance(average, grad, targets, call.tiles, values.beta, values.nesterov)
             return
         for start, at, numel in call.spans:
             shard, target = slice(start, start + numel), targets[at : at + numel]
-            self.kernels.advance(average[shard], grad[shard], target, now.beta, now.nesterov, self._work)
+            self.kernels.advance(average[shard], grad[shard], target, values.beta, values.nesterov, self._work)
 
-    def _advance(self, now: StepValues, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
+    def _advance(self, values: StepValues, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
         """Update the momentum of one run (:class:`ShardRun`), and write its input of Newton-Schulz to ``target``, 1-D.
 
         ``tensor``, ``grad``: the tensor that contains the run, and its gradient.
         """
-        state, beta, nesterov = now.state_of[tensor], now.beta, now.nesterov
+        state, beta, nesterov = values.state_of[tensor], values.beta, values.nesterov
         stored = state[CODES] if self._is_int8 else state[MOMENTUM]
         gradient = copy_from_grid(grad, run.copy, self._work, "gradient")
         average = copy_from_grid(stored, run.copy, self._work, "momentum")
@@ -504,11 +627,11 @@ class PartitionStep:
 
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
-    def _orthogonalize(self, now: StepValues, buffers: BucketBuffers) -> None:
+    def _orthogonalize(self, buffers: BucketBuffers) -> None:
         """Orthogonalize the matrices of one bucket that this rank owns, in place, shape by shape."""
         how = self.newton_schulz
         for batch in buffers.bucket.batches:
-            shape = len(batch.names), batch.rows, batch.cols
+            shape = batch.count, batch.rows, batch.cols
             matrices = buffers.matrices[batch.start : batch.start + math.prod(shape)].view(shape)
             with_state = [*zip(matrices, map(self.owner_state.of, batch.names), strict=True)] if self.rules else []
             for rule in self.rules:
@@ -528,42 +651,42 @@ class PartitionStep:
 
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
-    def _apply(self, now: StepValues, buffers: BucketBuffers) -> None:
+    def _apply(self, values: StepValues, buffers: BucketBuffers) -> None:
         """Update the weights of this rank's part of one bucket's matrices from the results in ``buffers``.
 
         The weights decay, and learning rate x scale x result is subtracted.
         """
-        if now.stats is not None:
-            now.stats.before_apply(self._updates(now, buffers), now.lr, self.copies)
+        if values.stats is not None:
+            values.stats.before_apply(self._updates(values, buffers), values.lr, self.copies)
         for call in self.calls[buffers.index]:
-            tensor = now.tensors[call.tensor]
+            tensor = values.tensors[call.tensor]
             # As in torch's optimizers, weights without a gradient do not decay either.
             if tensor.grad is None:
                 continue
-            if self._is_one_pass(now, call, buffers.bucket, tensor):
-                self._apply_spans(now, call, tensor.view(-1), buffers.shard_side_buffer(call.in_place))
+            if self._can_use_spans(values, call, buffers.bucket, tensor):
+                self._apply_spans(values, call, tensor.view(-1), buffers.run_buffer(call.in_place))
                 continue
-            for run, update in self._present_runs(now, call, buffers):
+            for run, update in self._present_runs(values, call, buffers):
                 weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
-                for part, wide in self._in_fp32(weights, run, int(now.state_of[tensor]["step"])):
-                    self._subtract(now, call, wide, update[part])
+                for part, wide in self._in_fp32(weights, run, int(values.state_of[tensor]["step"])):
+                    self._subtract(values, call, wide, update[part])
                 copy_to_grid(weights, tensor, run.copy)
 
-    def _apply_spans(self, now: StepValues, call: Call, weights: Tensor, results: Tensor) -> None:
+    def _apply_spans(self, values: StepValues, call: Call, weights: Tensor, results: Tensor) -> None:
         """Update the weights of all runs of a :class:`Call` from the orthogonalized ``results``.
 
         ``weights``: the tensor of the call. Both tensors are 1-D.
         """
         if self.multi_run_kernels is not None:
             cautious = self.config.cautious_weight_decay
-            self.multi_run_kernels.apply_(weights, results, call.tiles, now.lr, call.scale, now.decay, cautious)
+            self.multi_run_kernels.apply_(weights, results, call.tiles, values.lr, call.scale, values.decay, cautious)
             return
         for start, at, numel in call.spans:
-            self._subtract(now, call, weights[start : start + numel], results[at : at + numel])
+            self._subtract(values, call, weights[start : start + numel], results[at : at + numel])
 
-    def _subtract(self, now: StepValues, call: Call, weights: Tensor, update: Tensor) -> None:
+    def _subtract(self, values: StepValues, call: Call, weights: Tensor, update: Tensor) -> None:
         cautious = self.config.cautious_weight_decay
-        self.kernels.apply_(weights, update, now.lr, call.scale, now.decay, cautious, self._work)
+        self.kernels.apply_(weights, update, values.lr, call.scale, values.decay, cautious, self._work)
 
     def _in_fp32(self, weights: Tensor, run: ShardRun, step_number: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice, ``weights[slice]``) pairs that cover the 1-D ``weights``, for the caller to update in place.
@@ -584,7 +707,7 @@ class PartitionStep:
 
     # ---- runs of a call -----------------------------------------------------------------------------------
 
-    def _is_one_pass(self, now: StepValues, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
+    def _can_use_spans(self, values: StepValues, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
         """Return whether contiguous spans (``call.spans``) can be updated, instead of one :class:`ShardRun` at a time.
 
         False if the call has no spans, if one of its matrices has no gradient, or if ``tensor``, which holds the
@@ -593,133 +716,26 @@ class PartitionStep:
         # Stochastic rounding of a bf16 element depends on its place in the matrix.
         if not call.spans or tensor.dtype == torch.bfloat16:
             return False
-        without = now.without_gradient
+        without = values.without_gradient
         return not without or not any(bucket.runs[index].matrix in without for index in call.run_indices)
 
-    def _present_runs(self, now: StepValues, call: Call, buffers: BucketBuffers) -> Iterator[tuple[ShardRun, Tensor]]:
+    def _present_runs(
+        self, values: StepValues, call: Call, buffers: BucketBuffers
+    ) -> Iterator[tuple[ShardRun, Tensor]]:
         """Yield (run, its 1-D slice of the buffers) for each :class:`ShardRun` of ``call`` that has a gradient."""
         for index in call.run_indices:
             run = buffers.bucket.runs[index]
-            if run.matrix not in now.without_gradient:
+            if run.matrix not in values.without_gradient:
                 yield run, buffers.slice_of(index)
 
-    def _updates(self, now: StepValues, buffers: BucketBuffers) -> Iterator[tuple[Tensor, Tensor, float]]:
+    def _updates(self, values: StepValues, buffers: BucketBuffers) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield (weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
 
         Weights and result are 1-D.
         """
         for call in self.calls[buffers.index]:
-            tensor = now.tensors[call.tensor]
+            tensor = values.tensors[call.tensor]
             if tensor.grad is not None:
-                for run, update in self._present_runs(now, call, buffers):
+                for run, update in self._present_runs(values, call, buffers):
                     weights = copy_from_grid(tensor, run.copy, self._work, "parameter")
                     yield weights, update, call.scale
-
-
-# ---- how the step of a partition is planned ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepContext:
-    """Facts besides the config that a step depends on; :mod:`deepspeed.muon.zero.bind` finds them.
-
-    Args:
-        is_logging: whether this rank writes the log lines that would be equal on all ranks; true on one rank.
-        kernels: the kernels of every operation; equal on all ranks.
-        dtype: dtype of Newton-Schulz where ``ns_dtype`` is ``auto``; equal on all ranks.
-        unavailable: device type -> reason why the package's fast kernels cannot be used on it.
-        threads: the most threads that a step uses on the CPU; ``None``: as many as torch does.
-        peers: process group of the ranks that train the same layers; ``None``: all ranks.
-        muon_of_all_stages: with a pipeline, {Muon parameter of any stage: hash of how it is split into matrices}. The
-            hash is empty for a parameter that is one matrix. ``None`` without a pipeline.
-        is_stepped_in_parts: whether one engine step calls the optimizer's ``step`` several times. The engine then calls
-            the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
-        is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
-            ``None``: the optimizer checks them by itself, because they are equal on all ranks.
-        read_flags: function that returns the elements of an int32 tensor on the device; it may read more with them.
-        gradients_of: function of a partition that the current call of ``step`` does not update. It returns the
-            consecutive pieces of its flat gradient, or ``None`` if they are not in memory.
-    """
-
-    is_logging: bool = True
-    kernels: KernelSet = kernel_set.TORCH
-    dtype: str = "fp32"
-    unavailable: Unavailable = field(default_factory=dict)
-    threads: int | None = None
-    peers: Any = None
-    muon_of_all_stages: dict[str, str] | None = None
-    is_stepped_in_parts: bool = False
-    is_finite: Callable[[], Agreed] | None = None
-    read_flags: Callable[[Tensor], list[int]] = Tensor.tolist
-    gradients_of: Callable[[Partition], Sequence[Tensor] | None] = lambda partition: None
-
-
-@without_collector()
-def bind_partition(
-    partition: Partition,
-    group: Mapping[str, Any],
-    *,
-    settings_text: str,
-    config: MuonConfig,
-    dtype: str,
-    context: StepContext,
-    exchange: Exchange,
-    momentum_blocks: Mapping[Tensor, Blocks],
-    owner_state: OwnerState,
-) -> PartitionStep:
-    """Plan the step of one :class:`Partition`. Return the :class:`PartitionStep` that carries it out.
-
-    Args:
-        partition: Muon parameters of one parameter group, and how ranks share them.
-        group: the partition's parameter group.
-        settings_text: a text of all of the group's settings that decide bits.
-        dtype: dtype of the matrix products of Newton-Schulz, a key of :data:`DTYPES`.
-        exchange: communication among the ranks of the partition.
-        momentum_blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
-        owner_state: the state that the update rules keep, of all partitions.
-    """
-    newton_schulz = _newton_schulz(group, config, dtype, exchange.device.type)
-    cost = cost_model(newton_schulz.method, config.schedule, dtype, exchange.dtype.itemsize, exchange.device.type)
-    # The number of ranks before the partition may shrink to one below: statistics are divided by it.
-    sharers, is_replicated = partition.world_size, partition.is_replicated
-    planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, partition.rank)
-    if planned.world_size < sharers:  # each rank does all the work
-        partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
-        exchange = replace(exchange, group=None)
-    # Kernels for many runs read the shards directly, so they cannot be used if the shards are staged in other buffers.
-    runs = context.kernels.runs if exchange.staging is None else None
-    return PartitionStep(
-        config=config,
-        partition=partition,
-        plan=planned,
-        exchange=exchange,
-        newton_schulz=newton_schulz,
-        kernels=context.kernels,
-        multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
-        scale=_scale(group, config),
-        settings_text=settings_text,
-        sharers=sharers,
-        copies=sharers if is_replicated else 1,
-        momentum_blocks=momentum_blocks,
-        owner_state=owner_state,
-    )
-
-
-def with_settings(step: PartitionStep, group: Mapping[str, Any], settings_text: str) -> PartitionStep:
-    """Return the same planned step with the settings of ``group``, after a load."""
-    return replace(
-        step,
-        newton_schulz=_newton_schulz(group, step.config, step.newton_schulz.dtype, step.exchange.device.type),
-        scale=_scale(group, step.config),
-        settings_text=settings_text,
-    )
-
-
-def _newton_schulz(group: Mapping[str, Any], config: MuonConfig, dtype: str, device_type: str) -> NewtonSchulz:
-    ns_method = exact_method(group["ns_method"], dtype, device_type)
-    method = cache(partial(method_of, ns_method=ns_method, schedule=config.schedule, dtype=dtype))
-    return NewtonSchulz(schedule=config.schedule, dtype=dtype, method=method)
-
-
-def _scale(group: Mapping[str, Any], config: MuonConfig) -> Scale:
-    return cache(partial(scale_factor, group["adjust_lr_fn"], rms_scale=config.rms_scale))

@@ -171,7 +171,7 @@ def _params_from_adamw(
 ) -> tuple[dict[str, Any], list[Decision]]:
     """Convert AdamW's section ``optimizer`` of a ds_config. Return (``optimizer.params`` for Muon, changes).
 
-    ``config``: the ds_config; ``gradient_clipping`` in it is set if AdamW has ``max_grad_norm``.
+    ``config``: gets AdamW's ``max_grad_norm``. ``path``, ``schedule``: used in texts only.
     """
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
@@ -329,4 +329,5 @@ def _number(path: str, fields: Mapping[str, Any], key: str, default: Any, kind: 
     try:
         return kind(str(value))
     except ValueError:
-        raise SettingsError(f"{path}: deepspeed_config.{key}: got {value!r}, expected a number") from None
+        what = "a whole number" if kind is int else "a number"
+        raise SettingsError(f"{path}: deepspeed_config.{key}: got {value!r}, expected {what}") from None

@@ -123,7 +123,7 @@ def _fit(facts: dict[str, Any]) -> str:
 
 
 def _cost(facts: dict[str, Any]) -> str:
-    """Return the sentence that says what Muon costs in a step."""
+    """Return the sentence on Muon's share of a step, its operations and the bytes sent."""
     ranks, share = facts["per_rank"], facts["share"]
     few, many = (f"{_percent(row['counted'])} of a step of {row['tokens']:,}" for row in share["by_tokens"][1:3])
     flop = quantity(ranks["newton_schulz_gflop"]["max"] * 1e9, "FLOP")

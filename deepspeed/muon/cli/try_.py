@@ -175,7 +175,7 @@ class Trial:
             self._runs[variant] = run if run.state in ("done", "diverged") else Run(variant)
 
     def run(self, variant: Variant) -> Run:
-        """Run the command for a variant, unless it has ended before, and return its record."""
+        """Run the variant if it is waiting; return its :class:`Run`, finished or failed."""
         if variant not in self._runs:
             self.plan(variant)
         if self._runs[variant].state != "waiting":

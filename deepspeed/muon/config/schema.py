@@ -65,7 +65,7 @@ def _known_schedule(value: Any) -> Any:
     if isinstance(value, str):
         if value not in newton_schulz.NAMED:
             hint = did_you_mean(value, newton_schulz.NAMED, f"known names: {', '.join(newton_schulz.NAMED)}", quote="'")
-            raise ValueError(f"unknown name of a schedule; {hint}")
+            raise ValueError(f"no built-in coefficients have this name; {hint}")
         return value
     triples = [value] if _is_triple(value) else value  # one needs no outer list, as in torch.optim.Muon
     if not isinstance(triples, (list, tuple)) or not triples or not all(map(_is_triple, triples)):

@@ -1,2 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that ranks send each other in a step: collectives, process groups, and what happens if one fails."""
+"""Everything that ranks send each other in a step: collectives, process groups, and what happens if one fails.
+
+Names for parts of tensors, here and in ``layout``, ``math.momentum_storage`` and ``kernels.kernel_set``:
+
+    Block      a matrix to orthogonalize, inside a parameter
+    Rectangle  the part of a matrix that one tensor-parallel rank's parameter has
+    Piece      a rectangle of a matrix that one rank holds, by its place in the parameter and in the matrix
+    Fragment   a contiguous part of a parameter, by its place in the parameter and in a flat tensor
+    Rows       a piece of a matrix, by its place in a flat tensor only
+    GridCopy   a copy of equally spaced rows to rows without gaps, or back
+    ShardRun   a piece in this rank's shard, with its GridCopy between the flat tensor and a bucket's buffer
+    Span       contiguous ShardRuns that one call updates
+    Tile       what one GPU program updates of a Span
+    Segment    what one copy between host and accelerator moves of a bucket (CPU offload)
+    Batch      matrices of one shape in a bucket that this rank orthogonalizes together
+"""

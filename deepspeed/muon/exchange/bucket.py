@@ -220,8 +220,8 @@ class Bucket:
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int]:
         """Return the elements of the bucket's three buffers on this rank: (matrices, send buffer, receive buffer)."""
-        inbox = sum(self.receive_counts) if self.direct_receive_start is None else 0
-        return self.matrix_elements, sum(self.send_counts), inbox
+        received = sum(self.receive_counts) if self.direct_receive_start is None else 0
+        return self.matrix_elements, sum(self.send_counts), received
 
 
 # ---- what a rank sends, receives and owns -------------------------------------------------------------------------

@@ -8,7 +8,8 @@ Collectives are called through torch, not through DeepSpeed: with ``comms_logger
 at an operation that it cannot log, such as ``all_gather_object``.
 
 :func:`agree` compares the ranks through torch's rendezvous store, before anything is built. Collectives would hang if
-a rank runs another optimizer. :func:`raise_on_all_ranks` makes an error on one rank an error on all ranks.
+a rank runs another optimizer. :mod:`deepspeed.muon.zero.bind` has what ranks compare at start.
+:func:`raise_on_all_ranks` makes an error on one rank an error on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 from deepspeed.muon.errors import DisagreementError
 from deepspeed.muon.kernels.kernel_set import has_fp64
 
-#: An answer that is equal on all ranks. Only :func:`agreed` makes one.
+#: An answer that is equal on all ranks. Only :func:`agreed` and :func:`same_on_all_ranks` make one.
 Agreed = NewType("Agreed", bool)
 
 
@@ -72,14 +73,16 @@ def summed(values: Tensor) -> Tensor:
     return sums
 
 
-def agreed(has_passed: bool, *, group: Any = None, is_same_on_all_ranks: bool = False) -> Agreed:
-    """Return whether a check has passed on all ranks of ``group`` (``None``: all ranks).
+def same_on_all_ranks(has_passed: bool) -> Agreed:
+    """Return ``has_passed``. All ranks must have checked the same numbers, such as a norm that ZeRO has reduced."""
+    return Agreed(has_passed)
 
-    ``has_passed``: whether it has passed on this rank. ``is_same_on_all_ranks``: whether all ranks check the same
-    numbers, such as a norm that ZeRO has reduced. If so, ``has_passed`` is returned. Otherwise this is a collective.
+
+def agreed(has_passed: bool, group: Any = None) -> Agreed:
+    """Return whether a check has passed on all ranks of ``group`` (``None``: all ranks); a collective.
+
+    ``has_passed``: whether it has passed on this rank.
     """
-    if is_same_on_all_ranks:
-        return Agreed(has_passed)
     has_failed = torch.tensor(
         float(not has_passed), dtype=torch.float32, device=get_accelerator().current_device_name()
     )

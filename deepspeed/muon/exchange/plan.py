@@ -2,7 +2,8 @@
 """Plan the exchange: which rank owns each matrix, and which elements are sent in which bucket. No communication.
 
 Every rank derives the same owners and buckets from the same facts, then lists only its own part: the matrices that it
-owns, and the contiguous pieces of matrices that its shard holds (runs). One rank's plan takes O(matrices + ranks) time.
+owns, and the contiguous pieces of matrices that its shard holds (runs). One rank's plan takes a time that grows with
+matrices + ranks, apart from logarithms, and not with their product.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from functools import cached_property
 from deepspeed.muon.exchange.bucket import Bucket, OwnedBlocks, batch_key, bucket_of, replicated_bucket
 from deepspeed.muon.exchange.placed_params import PlacedBlock, Shard
 from deepspeed.muon.layout import Spread
-from deepspeed.muon.math.newton_schulz import Schedule, flops
 
 #: Floating-point operations that take as long as sending one byte: for CPU cores over gloo, and for an accelerator over
 #: its fabric. Moving a matrix to a rank that does not hold it must save more than this per byte.
@@ -51,8 +51,9 @@ class CostModel:
         """Return the floating-point operations of Newton-Schulz on matrices of all ``shapes``, each (rows, columns)."""
         return sum(self.flops(rows, cols) for rows, cols in shapes)
 
-    def bytes_as_flops(self, elements: int) -> float:
+    def round_trip_as_flops(self, elements: int) -> float:
         """Return the cost of sending ``elements`` elements to an owner and back, in floating-point operations."""
+        # Results go back where the parts came from.
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
     @property
@@ -61,22 +62,13 @@ class CostModel:
         return CPU_CALL if self.device_type == "cpu" else ACCELERATOR_CALL
 
 
-def cost_model(
-    method: Callable[[int, int], str], schedule: Schedule, dtype: str, wire_bytes: int, device_type: str
-) -> CostModel:
+def cost_model(flops: Callable[[int, int], float], wire_bytes: int, device_type: str) -> CostModel:
     """Return the cost model of one parameter group.
 
-    ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``. ``schedule``:
-    coefficients of Newton-Schulz, one triple for each of its steps. ``dtype``: dtype of the matrix products, such as
-    ``bf16``. ``wire_bytes``: ``bytes_per_element`` of :class:`CostModel`, which explains ``device_type``.
+    ``flops``, ``device_type``: as for :class:`CostModel`. ``wire_bytes``: bytes of a sent element.
     """
-
-    @functools.cache
-    def of_matrix(rows: int, cols: int) -> float:
-        return flops(rows, cols, schedule, method(rows, cols), dtype)
-
     flops_per_byte = CPU_FLOPS_PER_BYTE if device_type == "cpu" else ACCELERATOR_FLOPS_PER_BYTE
-    return CostModel(of_matrix, flops_per_byte, wire_bytes, device_type)
+    return CostModel(functools.cache(flops), flops_per_byte, wire_bytes, device_type)
 
 
 #: If at most this many ranks hold a part of a matrix, every one of them is a candidate for its owner.
@@ -103,11 +95,11 @@ def assign_owners(items: Sequence[PlacedBlock], world_size: int, cost: CostModel
         weight, missing = weights[index], _candidates(items[index], loads.least(), missing_of)
         # The elements that the best-placed rank lacks are sent in any case, so only those beyond them have a cost.
         fewest = min(missing.values())
-        offers = ((weight + cost.bytes_as_flops(elements - fewest), rank) for rank, elements in missing.items())
-        _, owner, load = min((loads.values[rank] + load, rank, load) for load, rank in offers)
+        offers = ((weight + cost.round_trip_as_flops(elements - fewest), rank) for rank, elements in missing.items())
+        _, owner, cost_here = min((loads.values[rank] + cost_here, rank, cost_here) for cost_here, rank in offers)
         owners[index] = owner
-        moved_costs[index] = weight + cost.bytes_as_flops(items[index].block.numel - fewest)
-        loads.add(owner, load, index)
+        moved_costs[index] = weight + cost.round_trip_as_flops(items[index].block.numel - fewest)
+        loads.add(owner, cost_here, index)
     _rebalance(moved_costs, owners, loads)
     return owners, loads.values
 
@@ -169,12 +161,13 @@ def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -
 
     ``owners`` and ``loads`` are updated. ``moved_costs``: for each matrix, its cost on a rank that holds no part of it.
     """
-    for _ in range(len(moved_costs)):
+    for _ in range(len(moved_costs)):  # at most one move per matrix
         busiest, least = loads.busiest(), loads.least()
         owned, gap = loads.owned[busiest], loads.values[busiest] - loads.values[least]
         if not owned:
             return
-        # The heaviest matrix of at most half the gap; if there is none, the lightest of all.
+        # The heaviest matrix of at most half the gap; if there is none, the lightest of all. Any index is below the
+        # number of matrices, so the search ends behind all loads of exactly half the gap.
         position = max(0, bisect.bisect_right(owned, (gap / 2, len(moved_costs))) - 1)
         load, index = owned[position]
         # Moving it would make the least loaded rank at least as busy as the busiest one is now.
@@ -248,14 +241,13 @@ class Plan:
         return digest.hexdigest()[:16]
 
     @cached_property
-    def gradient_flag_count(self) -> int:
-        """Return how many flags the ranks exchange in a step to learn which matrices have a gradient.
+    def exchanges_gradient_flags(self) -> bool:
+        """Return whether the ranks exchange a flag for each matrix, to learn which matrices have a gradient.
 
-        There is one flag for each matrix. There is none if every rank holds every matrix whole: all ranks then have the
-        same gradients.
+        They do not if every rank holds every matrix whole: all ranks then have the same gradients.
         """
         is_cut = any(len(item.spread.rectangles) > 1 or item.shard.placement.copies == 1 for item in self.items)
-        return len(self.items) if self.world_size > 1 and is_cut else 0
+        return self.world_size > 1 and is_cut
 
     @cached_property
     def moved_elements(self) -> int:
@@ -315,7 +307,7 @@ def plan_partition(
 def is_worth_sharing(plan: Plan, cost: CostModel) -> bool:
     """Return whether a step at stage 0 is faster if the ranks share the matrices instead of each computing all."""
     received = sum(bucket.gathered_part for bucket in plan.buckets) * (plan.world_size - 1) * cost.bytes_per_element
-    # Without sharing, all ranks do all matrices at the same time.
+    # Without sharing, all ranks do all matrices at the same time. With it, nothing is sent to the owners.
     unshared = cost.total_flops(item.shape for item in plan.items)
     # With sharing, a step takes the busiest owner's work, receiving results, and the latency of the all-gathers.
     return max(plan.loads) + cost.flops_per_byte * received + cost.latency_as_flops * len(plan.buckets) < unshared
@@ -357,8 +349,8 @@ def plan_shards(
 def cut_into_buckets(owned: OwnedBlocks, world_size: int, limit: int) -> list[OwnedBlocks]:
     """Split (owner, matrix) pairs into buckets of at most ``limit`` elements, or one larger matrix, per owner.
 
-    The ranks exchange the matrices of a bucket at the same time. A bucket is sorted by owner, then by
-    :func:`batch_key`.
+    Each owner's matrices fill bucket 0, then bucket 1, and so on, so a bucket has matrices of all owners. The ranks
+    exchange them at the same time. A bucket is sorted by owner, then by :func:`batch_key`.
     """
     buckets: list[OwnedBlocks] = []
     filled, number = [0] * world_size, [0] * world_size

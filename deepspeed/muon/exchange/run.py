@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed.muon.errors import ExchangeError
 from deepspeed.muon.exchange.bucket import Bucket, GridCopy
+from deepspeed.muon.exchange.consensus import all_maxima
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.kernels.kernel_set import Workspace
 
@@ -32,10 +33,10 @@ class BucketBuffers:
         index: the bucket's index in the plan.
         matrices: the bucket's matrices that this rank owns, which means that it orthogonalizes them; at ZeRO stage 0
             those of all owners.
-        outbox: the send buffer: the runs that are not ``in_place``, in the order of the ranks that own their matrices.
-            The result of a run returns to the same place.
-        inbox: the receive buffer: what ranks send of this rank's matrices. It is a view of ``matrices`` if the elements
-            arrive in the right order.
+        shard_side: the runs that are not ``in_place``, in the order of the ranks that own their matrices. It is sent to
+            the owners ("send buffer"), and the result of a run returns to the same place.
+        owner_side: what ranks send of this rank's matrices ("receive buffer"). The results are sent back from it. It is
+            a view of ``matrices`` if the elements arrive in the right order.
         host: under CPU offload, pinned host memory for all runs; otherwise ``None``. The other buffers are on the
             device of Newton-Schulz. All have the dtype in which matrices are sent.
         pending: handle of the launched collective, for which :meth:`wait` waits.
@@ -45,28 +46,28 @@ class BucketBuffers:
     bucket: Bucket
     index: int
     matrices: Tensor
-    outbox: Tensor
-    inbox: Tensor
+    shard_side: Tensor
+    owner_side: Tensor
     host: Tensor | None = None
     pending: Any = None
     copied: Any = None
 
     def slice_of(self, index: int) -> Tensor:
-        """Return, as a slice of :meth:`shard_side_buffer`, the part of a matrix that ``bucket.runs[index]`` describes.
+        """Return, as a slice of :meth:`run_buffer`, the part of a matrix that ``bucket.runs[index]`` describes.
 
         The 1-D slice contains this part's input before Newton-Schulz, and this part's result afterwards.
         """
         run = self.bucket.runs[index]
         at = run.copy.at if self.host is None else self.bucket.host_places[index]
-        return self.shard_side_buffer(run.in_place).narrow(0, at, run.copy.rows * run.copy.cols)
+        return self.run_buffer(run.in_place).narrow(0, at, run.copy.rows * run.copy.cols)
 
-    def shard_side_buffer(self, in_place: bool) -> Tensor:
-        """Return the bucket's 1-D buffer that gets this rank's input of Newton-Schulz and, later, the results for it.
+    def run_buffer(self, in_place: bool) -> Tensor:
+        """Return the bucket's 1-D buffer of this rank's runs: their input of Newton-Schulz and, later, their results.
 
         Under CPU offload this is ``host``. Otherwise it is ``matrices`` for the elements that this rank keeps to
-        orthogonalize them (``in_place``), and ``outbox`` for the elements that it sends.
+        orthogonalize them (``in_place``), and ``shard_side`` for the elements that it sends.
         """
-        return self._buffer(in_place) if self.host is None else self.host
+        return self._device_buffer(in_place) if self.host is None else self.host
 
     def segments(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return (1-D views of ``host``, 1-D views of the accelerator's buffers), for copies under CPU offload.
@@ -76,10 +77,10 @@ class BucketBuffers:
         assert self.host is not None
         segments = self.bucket.segments
         host = [self.host.narrow(0, part.host_start, part.numel) for part in segments]
-        return host, [self._buffer(part.in_place).narrow(0, part.device_start, part.numel) for part in segments]
+        return host, [self._device_buffer(part.in_place).narrow(0, part.device_start, part.numel) for part in segments]
 
-    def _buffer(self, in_place: bool) -> Tensor:
-        return self.matrices if in_place else self.outbox
+    def _device_buffer(self, in_place: bool) -> Tensor:
+        return self.matrices if in_place else self.shard_side
 
     def wait(self) -> None:
         """Wait for the bucket's ``pending`` collective; on an accelerator the current stream waits, not the host."""
@@ -88,24 +89,21 @@ class BucketBuffers:
             self.pending = None
 
     def unpack(self) -> None:
-        """Copy received elements from ``inbox`` into ``matrices``, unless ``inbox`` is a view of ``matrices``."""
+        """Copy received elements from ``owner_side`` into ``matrices``, unless it is a view of ``matrices``."""
         for copy in self.bucket.receive_copies:
-            grid_view(self.matrices, copy).copy_(self._received(copy))
+            grid_view(self.matrices, copy).copy_(packed_view(self.owner_side, copy))
 
     def pack(self) -> None:
-        """Copy results from ``matrices`` into ``inbox``, to send them back; the reverse of :meth:`unpack`."""
+        """Copy results from ``matrices`` into ``owner_side``, to send them back; the reverse of :meth:`unpack`."""
         for copy in self.bucket.receive_copies:
-            self._received(copy).copy_(grid_view(self.matrices, copy))
-
-    def _received(self, copy: GridCopy) -> Tensor:
-        shape, strides = (copy.times, copy.rows, copy.cols), (copy.at_step, copy.cols, 1)
-        return torch.as_strided(self.inbox[copy.at :], shape, strides)
+            packed_view(self.owner_side, copy).copy_(grid_view(self.matrices, copy))
 
 
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
     """Return the equally spaced rows of ``tensor`` that ``copy`` (:class:`GridCopy`) selects, joined to a 1-D tensor.
 
     The result is a view of ``tensor`` if there is one row. Otherwise it is a copy in ``work``, under the key ``name``.
+    ``copy.times`` is 1.
     """
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)
@@ -128,6 +126,12 @@ def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
     return torch.as_strided(tensor.view(-1)[copy.start :], shape, strides)
 
 
+def packed_view(buffer: Tensor, copy: GridCopy) -> Tensor:
+    """Return the other end of ``copy``, in the 1-D ``buffer`` in which its rows have no gaps, in the same shape."""
+    shape, strides = (copy.times, copy.rows, copy.cols), (copy.at_step, copy.cols, 1)
+    return torch.as_strided(buffer[copy.at :], shape, strides)
+
+
 def pinned(tensor: Tensor) -> Tensor:
     """Return a copy of ``tensor`` in pinned host memory; ``tensor`` itself if the accelerator has no such memory."""
     return get_accelerator().pin_memory(tensor)
@@ -138,7 +142,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._accelerator = get_accelerator()
-        make: Any = self._accelerator.Stream or (lambda: None)
+        make: Any = self._accelerator.Stream or (lambda: None)  # the CPU and MPS have no streams
         self._up, self._down = make(), make()
 
     def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
@@ -214,7 +218,7 @@ class Exchange:
     def gather_state(self, own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """Return the state of the matrices in ``shapes`` from their owners: {matrix name: fp32 CPU tensor}.
 
-        A collective. ``own``: {matrix name: fp32 tensor} of the matrices that only this rank owns. ``shapes``: {matrix
+        A collective. ``own``: {matrix name: fp32 tensor} of the matrices that this rank owns. ``shapes``: {matrix
         name: shape of its state}, with the same names in the same order on all ranks.
         """
         sizes = [math.prod(shape) for shape in shapes.values()]
@@ -228,13 +232,13 @@ class Exchange:
 
     def largest(self, values: Tensor) -> None:
         """Replace each element of ``values`` by its maximum over the ranks of :attr:`group`; a collective."""
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self.group)
+        all_maxima(values, self.group)
 
     def connect(self) -> None:
         """Send one element from each rank to each other; a collective.
 
-        A backend makes the connections of a group for all-to-all in the first one, for which NCCL takes gigabytes. In
-        the first step torch's cache may hold that memory.
+        A backend makes the connections of a group for all-to-all in the first one, for which NCCL takes gigabytes. So
+        call this before the first step, whose cache may hold that memory.
 
         Raises:
             ExchangeError: the first all-to-all failed, with the remedies if memory was short.
@@ -256,6 +260,7 @@ class Exchange:
         All memory of a step is allocated before its first bucket: copies on other streams then wait once, for all
         earlier uses of it.
         """
+        # Buckets slot, slot + slots, slot + 2 * slots ... use a slot's memory.
         sizes = [sum(bucket.buffer_sizes) for bucket in plan.buckets]
         memory = [
             self.work.get(f"bucket{slot}", (max(sizes[slot::slots]),), self.dtype, self.device)
@@ -268,15 +273,15 @@ class Exchange:
     def open(self, plan: Plan, index: int, memory: Tensor, slot: int) -> BucketBuffers:
         """Return the buffers of bucket ``index``, as views of ``memory``, a result of :meth:`allocate` for ``slot``."""
         bucket = plan.buckets[index]
-        matrices, outbox, inbox = memory[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
+        matrices, shard_side, owner_side = memory[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
         if bucket.direct_receive_start is not None:
-            inbox = matrices.narrow(0, bucket.direct_receive_start, sum(bucket.receive_counts))
+            owner_side = matrices.narrow(0, bucket.direct_receive_start, sum(bucket.receive_counts))
         return BucketBuffers(
             bucket=bucket,
             index=index,
             matrices=matrices,
-            outbox=outbox,
-            inbox=inbox,
+            shard_side=shard_side,
+            owner_side=owner_side,
             host=self.staging.host_memory(bucket, self.dtype, self.work, slot) if self.staging else None,
         )
 
@@ -296,7 +301,7 @@ class Exchange:
         """Make the current stream wait for what :meth:`send` has started, and put what has arrived in place."""
         buffers.wait()
         if buffers.copied is not None:
-            buffers.copied.wait()
+            buffers.copied.wait()  # the current stream waits, not the host
         buffers.unpack()
 
     # ---- the way back -------------------------------------------------------------------------------------
@@ -328,10 +333,10 @@ class Exchange:
         if not bucket.travels:
             return
         if part := bucket.gathered_part:
-            if back:
+            if back:  # at stage 0 nothing is sent to the owners
                 own = buffers.matrices.narrow(0, comm.get_rank(group=self.group) * part, part)
                 buffers.pending = comm.all_gather_into_tensor(buffers.matrices, own, **options)
             return
-        shard_side, owner_side = (buffers.outbox, bucket.send_counts), (buffers.inbox, bucket.receive_counts)
+        shard_side, owner_side = (buffers.shard_side, bucket.send_counts), (buffers.owner_side, bucket.receive_counts)
         (source, sent), (target, received) = (owner_side, shard_side) if back else (shard_side, owner_side)
         buffers.pending = comm.all_to_all_single(target, source, list(received), list(sent), **options)

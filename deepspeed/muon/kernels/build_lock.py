@@ -53,7 +53,7 @@ def build_lock(path: Path) -> Iterator[bool]:
             file = files.enter_context(path.open("a"))
         except OSError as error:
             why = f"the folder {path.parent} cannot be written ({error.strerror})"
-            raise RuntimeError(f"{why}; set TORCH_EXTENSIONS_DIR to one that can") from None
+            raise RuntimeError(f"{why}; set TORCH_EXTENSIONS_DIR to a writable folder") from None
         try:
             _take(file, path.stem)
             yield True

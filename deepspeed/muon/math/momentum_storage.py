@@ -65,7 +65,7 @@ class Blocks:
         self.count = ends[-1]
 
     def absmax(self, state: State, start: int) -> Tensor:
-        """Return the largest magnitude of each block, fp32, of the piece that begins at index ``start``; a view."""
+        """Return a view of the stored scale (largest magnitude, fp32) of each block in the piece at ``start``."""
         return state[ABSMAX][self._blocks[start]]
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:

@@ -198,7 +198,7 @@ def warn_of_late_parameters(frozen: MutableMapping[str, nn.Parameter]) -> None:
         )
 
 
-def check_decay_rates(group: Mapping[str, Any]) -> None:
+def check_betas(group: Mapping[str, Any]) -> None:
     """Raise MuonConfigError if a schedule or script has set a group's ``momentum`` or ``betas`` outside of [0, 1)."""
     key, values = ("momentum", (group["momentum"],)) if group["use_muon"] else ("betas", group["betas"])
     if not all(0 <= value < 1 for value in values):

@@ -226,7 +226,7 @@ def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def _route_by_rules(
     shape: tuple[int, ...], uses: list[Use], head: str | None, factor: Factor | None, config: MuonConfig
 ) -> Route:
-    """Return the route of a parameter without tag or pattern; ``head`` says why it is an output head, if so."""
+    """Return the route by the package's rules alone; ``head``: why it is an output head, ``None`` if not."""
     if factor and len(shape) == 2:
         use_muon = factor.rank > 1 and (config.muon_lora == "both" or (config.muon_lora == "B" and factor.is_b))
         return Route(use_muon, str(factor) + (f", by muon_lora {config.muon_lora}" if use_muon else ""))

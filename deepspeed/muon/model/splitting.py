@@ -344,7 +344,7 @@ def lora_factors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[
 
 
 def _owner(prefix: str, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Return the module that contains both factors; ``prefix``: a factor's name up to "A" or "B"."""
+    """Return the module around both LoRA factors; ``prefix``: a factor's name before its side."""
     path = prefix.rpartition(".")[0]
     while path and path not in modules:
         path = path.rpartition(".")[0]

@@ -53,11 +53,12 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
     stage (:func:`stage_number`).
 
     Returns:
-        - ``groups``: the largest number of parameter groups in a stage.
+        - ``group_count``: the largest number of parameter groups in a stage.
         - ``matrices``: the number of Muon's matrices in the whole model.
         - ``first_ranks``: the lowest rank of each stage.
         - ``threads``: how many threads a rank may use on the CPU.
         - ``monitor``: whether DeepSpeed's monitor is enabled on rank 0.
+        - ``unused_options``: empty, because otherwise this raises.
 
     Raises:
         DisagreementError: the ranks differ, or some do not respond.
@@ -81,6 +82,8 @@ def bind_engine(engine: Any) -> None:
     """
     optimizer = engine.basic_optimizer
     slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
+    # patches.py has compared them before ZeRO was built, whose collectives need it. Here, bind needs what the ranks
+    # share, with the groups as ZeRO left them.
     with slow("comparing the settings of all ranks"):
         agreed = agree_on_settings(engine, optimizer)
     if optimizer.qk_clip:
@@ -93,12 +96,13 @@ def bind_engine(engine: Any) -> None:
             sorted(json.loads(line) for line in union(map(json.dumps, split_hashes(optimizer).items())))
         )
     adapter = engine.muon_adapter = adapter_for(engine, optimizer)
-    is_finite = adapter.watch_gradients()
-    adapter.prepare(agreed["groups"])
+    is_finite = adapter.watch_gradients()  # before prepare, which wraps ``step`` once more
+    adapter.prepare(agreed["group_count"])
     partitions = adapter.partitions()
     if grid is not None and optimizer.config.tp_mode == "whole":
         partitions = whole_over_tp(adapter, grid, partitions)
-    device = torch.device(get_accelerator().current_device_name())  # also if ZeRO offloads the shards
+    # Newton-Schulz runs there even if the shards are on the host.
+    device = torch.device(get_accelerator().current_device_name())
     tensors = [tensor for partition in partitions for tensor in partition.tensors]
     kinds = sorted({device.type, *(tensor.device.type for tensor in tensors)})
     with slow("building or loading the kernels"):
@@ -124,7 +128,8 @@ def bind_engine(engine: Any) -> None:
         optimizer.connect()
     is_recorded = agreed["monitor"] and optimizer.config.monitor_interval > 0
     engine._muon_recorder = Recorder(optimizer, get_accelerator().synchronize) if is_recorded else None
-    optimizer.saved_form.is_convertible = True  # for DeepSpeed's converter, which reads AdamW's names only
+    # States are saved under AdamW's names, the only ones that DeepSpeed's converter reads.
+    optimizer.saved_form.is_convertible = True
     adapter.patch_state_access()
     _support_universal_checkpoints(adapter)
     if engine.global_rank in agreed["first_ranks"]:
@@ -202,6 +207,8 @@ def usable_cpus() -> list[int]:
 def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
     """Return how many threads each rank may use so that no CPU has more than one; at least 1, equal for all ranks.
 
+    Example: 2 ranks on the same 8 CPUs get 4 threads each.
+
     Args:
         machines: a name of the machine of each rank.
         cpus: the result of :func:`usable_cpus` on each rank. Ranks of one machine share the CPUs that they
@@ -228,14 +235,16 @@ def _judge_settings(of_ranks: list[Facts]) -> Facts:
     }
     if error := differences(of_ranks, of_all) or differences(of_ranks, of_parameters, within="stage"):
         return error
+    # Reversed, so that each stage's lowest rank stays.
     first_ranks = {local["stage"]: rank for rank, local in reversed(list(enumerate(of_ranks)))}
     stages = [of_ranks[rank] for _, rank in sorted(first_ranks.items())]
     return {
         "threads": threads_per_rank([local["machine"] for local in of_ranks], [local["cpus"] for local in of_ranks]),
-        "groups": max(local["group_count"] for local in stages),
+        "group_count": max(local["group_count"] for local in stages),
         "matrices": sum(local["matrices"] for local in stages),
         "first_ranks": sorted(first_ranks.values()),
         "monitor": of_ranks[0]["monitor"],  # one answer for all, because a record is a collective; rank 0 writes
+        # If an option has no effect in any stage, a line per stage.
         "unused_options": [
             f"stage {local['stage']}: {local['unused_options'][option]}"
             for option in stages[0]["unused_options"]
@@ -251,9 +260,9 @@ def _kernel_facts(setting: str, kinds: list[str], device_type: str) -> Facts:
 
 
 def _judge_kernels(of_ranks: list[Facts]) -> Facts:
-    """Merge the facts of all ranks on their kernels. What one rank cannot use, no rank uses.
+    """Merge all ranks' :func:`_kernel_facts`: what any rank cannot use, and the most exact dtype.
 
-    Example: ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``.
+    Result: ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``.
     """
     unavailable: dict[str, str | None] = {}
     for rank, local in enumerate(of_ranks):

@@ -49,8 +49,9 @@ def refuse_early_step(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``DeepSpeedEngine._take_model_step``: call the original, and measure the step if the config asks for it.
 
-    Every ``monitor_interval``-th step is recorded in DeepSpeed's monitor. ``wall_clock_breakdown`` times the phases of
-    each step. A skipped step is logged unless DeepSpeed logs it.
+    Before the call, the optimizer's ``begin_step`` runs; after it, the workspace is released. Every
+    ``monitor_interval``-th step is recorded in DeepSpeed's monitor. ``wall_clock_breakdown`` times the phases of each
+    step. A skipped step is logged unless DeepSpeed logs it.
     """
     optimizer = engine.basic_optimizer
 

@@ -203,7 +203,7 @@ def _hint(section: dict[str, Any], name: Any) -> str:
     if near and section.get("optimizer") is None:
         return f"did you mean optimizer instead of {near}?"
     is_misspelt = isinstance(name, str) and nearest(name.lower(), TYPES)
-    return "did you mean Muon?" if is_misspelt else "ds_muon init makes a config for Muon from it"
+    return "did you mean Muon?" if is_misspelt else "ds_muon init converts this file"
 
 
 def _drop_autos(section: dict[str, Any], prefix: str, dropped: list[str]) -> dict[str, Any]:

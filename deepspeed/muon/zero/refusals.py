@@ -77,7 +77,7 @@ def is_bf16_optimizer(ds_config: Any) -> bool:
 
 
 def _is_scaled(ds_config: Any) -> bool:
-    """Return whether DeepSpeed would scale the loss of a bf16 model that runs under ``torch_autocast`` in fp16."""
+    """Return whether DeepSpeed scales the loss, given a bf16 model under ``torch_autocast`` in fp16."""
     is_on_accelerator = offload_device(ds_config, "offload_optimizer") == "none"
     return _stage(ds_config) > 0 and not (is_bf16_optimizer(ds_config) and is_on_accelerator)
 

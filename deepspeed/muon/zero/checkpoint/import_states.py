@@ -355,7 +355,7 @@ def load_by_name(
 
 
 def _check_schedule(schedule: Any, saved: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError if the learning-rate schedule was not saved, or has another number of groups."""
+    """Raise CheckpointError if ``saved`` is ``None`` or has another number of groups than ``schedule``."""
     if saved is None:
         raise CheckpointError("the checkpoint has no learning-rate schedule; pass load_lr_scheduler_states=False")
     old, new = len(saved.get("base_lrs", ())), len(getattr(schedule, "base_lrs", ()))

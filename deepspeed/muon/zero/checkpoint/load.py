@@ -239,7 +239,7 @@ def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
 
 
 def misfit(engine: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Return why a checkpoint does not fit the engine, and what to do, as an error message; ``None`` if it fits.
+    """Return why the checkpoint that ``arguments`` name does not fit, and what to do; ``None`` if it fits.
 
     Call it with a tag whose folder exists. It opens the files that this rank would load, but reads no optimizer state.
 

@@ -183,7 +183,8 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
                 tp_cut = sharding_of(param)
             except ValueError as error:
                 raise UnsupportedError(
-                    f"{spec.name}: cannot tell how tensor parallelism split this parameter: {error}"
+                    f"{spec.name}: a universal checkpoint cannot be loaded without knowing how tensor parallelism "
+                    f"split this parameter: {error}"
                 ) from None
             if tp_cut:
                 shards[spec.name] = tp_cut, rank
@@ -265,7 +266,7 @@ def _matched(
 
 
 def _warn_of_fused(optimizer: MuonWithAuxAdam, checkpoint: Folder, actions: Mapping[str, str]) -> None:
-    """Warn about fused parameters, such as QKV, that Muon splits now but may have updated whole in the other run."""
+    """Warn of fused weights (QKV), "kept" in ``actions``, that Muon now splits and the saved run may not have."""
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             f"deepspeed-muon: {len(names)} fused parameters (first: {names[0]}) are now updated as several matrices; "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.consensus import Agreed, agreed
+from deepspeed.muon.exchange.consensus import Agreed, same_on_all_ranks
 from deepspeed.muon.model.param_groups import expert_group
 
 #: Methods of ZeRO's wrappers that return the norm of a group's gradient, reduced over all ranks.
@@ -60,7 +60,7 @@ class NormWatch:
                 "tested version of DeepSpeed"
             )
         self._norms[:] = map(float, self._norms)  # waits for the accelerator, if read() has not
-        return agreed(all(map(is_valid, self._norms)), is_same_on_all_ranks=True)
+        return same_on_all_ranks(all(map(is_valid, self._norms)))
 
 
 def watch_norms(replace: Callable[[str, Callable], None]) -> NormWatch:

@@ -80,7 +80,7 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(dp_ranks: Ranks, tp_ranks: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return {tensor-parallel group: {global rank: index in the group's :class:`Grid`}} for all groups.
+    """Return {tensor-parallel group: {global rank: its rank in the process group of their :class:`Grid`}} for all.
 
     ``dp_ranks``, ``tp_ranks``: for each rank, the members of its data-parallel group, and of its tensor-parallel group.
     """

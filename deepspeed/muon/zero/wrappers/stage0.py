@@ -12,7 +12,7 @@ import deepspeed.comm as comm
 import torch
 from torch import Tensor
 
-from deepspeed.muon.exchange.consensus import Agreed, agreed
+from deepspeed.muon.exchange.consensus import Agreed, agreed, same_on_all_ranks
 from deepspeed.muon.exchange.placed_params import Partition, whole_partition
 from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam
 from deepspeed.muon.zero.wrappers.gradient_norms import is_fp16_autocast, is_valid, mark_gradients, unfused_scaler
@@ -55,8 +55,8 @@ class Stage0(Adapter):
         if tp_rank(engine)[1] > 1:
             return lambda: agreed(is_finite(), group=tp_group(engine))
         if hasattr(wrapper, "_skip_invalid_grad_norm"):
-            return lambda: agreed(is_valid(wrapper._global_grad_norm), is_same_on_all_ranks=True)
-        return lambda: agreed(is_finite(), is_same_on_all_ranks=True)
+            return lambda: same_on_all_ranks(is_valid(wrapper._global_grad_norm))
+        return lambda: same_on_all_ranks(is_finite())
 
     def prepare(self, group_count: int) -> None:
         """Make the engine scale an fp16 loss; under tensor parallelism or in a pipeline, correct the gradient norm."""
@@ -70,9 +70,9 @@ class Stage0(Adapter):
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
-        """Return a context in which the wrapper computes a correct gradient norm.
+        """Return a context that marks gradients and adds groups of zeros, so that the norm is right.
 
-        ``missing_groups``: number of parameter groups that only other pipeline stages have.
+        ``missing_groups``: how many; only other pipeline stages have them.
         """
         mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:

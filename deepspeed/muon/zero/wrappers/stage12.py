@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import deepspeed.comm as comm
 from torch import Tensor
 
-from deepspeed.muon.exchange.consensus import Agreed, agreed
+from deepspeed.muon.exchange.consensus import Agreed, agreed, same_on_all_ranks
 from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.layout import Placement
 from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM
@@ -228,7 +228,7 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_gradient_check(self) -> Iterator[None]:
-        """Return a context for a step; first record whether the gradients are finite on all ranks. A collective."""
+        """Return a context for a step; entering it sets ``_are_finite`` for all ranks, which is a collective."""
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
@@ -263,7 +263,7 @@ class Bf16(Flat):
 
     def watch_gradients(self) -> Callable[[], Agreed]:
         """Return a function that returns, when called during a step, whether the global gradient norm is finite."""
-        return lambda: agreed(is_valid(self.wrapper._global_grad_norm), is_same_on_all_ranks=True)
+        return lambda: same_on_all_ranks(is_valid(self.wrapper._global_grad_norm))
 
     def patch_state_access(self) -> None:
         """Link parameters to their state (:meth:`Flat.link`), and add the key ``zero_stage`` to saved states.

@@ -218,8 +218,8 @@ class Stage3(Adapter):
         if value.numel() != param.ds_numel:
             shape = tuple(param.ds_shape)
             raise ValueError(
-                f"pass all {param.ds_numel} elements of this parameter, whose shape is {shape}, to safe_set_full_*, "
-                f"not {value.numel()}"
+                f"safe_set_full_* needs all {param.ds_numel} elements of this parameter, whose shape is {shape}, got "
+                f"{value.numel()}"
             )
         part = param.partition_numel()
         start = part * self.wrapper._get_param_partition_rank(param)
@@ -237,8 +237,7 @@ class Stage3(Adapter):
         index, start, count = self.wrapper.grad_position[self.wrapper.get_param_id(param)]
         if value.numel() != count:
             raise ValueError(
-                f"pass the {count} elements of this parameter that this rank holds to safe_set_local_*, "
-                f"not {value.numel()}"
+                f"safe_set_local_* needs the {count} elements of this parameter on this rank, got {value.numel()}"
             )
         with nvme.swapped_in(self.wrapper, index) as flat:
             if optim_state_key is None:

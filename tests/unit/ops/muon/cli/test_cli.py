@@ -299,7 +299,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": "small.py:nothing"}, "returned NoneType, expected a torch.nn.Module"),
     ({"model": "lama"}, "did you mean llama?"),
     ({"model": "nope.json"}, "no such file or folder; expected a Hugging"),
-    ({"optimizer": {"type": "AdamW"}}, "optimizer.type: got 'AdamW', expected \"Muon\"; ds_muon init makes a config"),
+    ({"optimizer": {"type": "AdamW"}}, "optimizer.type: got 'AdamW', expected \"Muon\"; ds_muon init converts"),
     ({"optimizer": {"type": "Moun"}}, "optimizer.type: got 'Moun', expected \"Muon\"; did you mean Muon?"),
     ({"optimizer": MUON | {"params": {"momentm": 1}}}, "params.momentm: got 1; unknown key, did you mean momentum?"),
     ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include: 'nope' matches none"),

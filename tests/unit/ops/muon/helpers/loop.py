@@ -10,8 +10,8 @@ from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.step import PartitionStep
 
 
-def run_loop(plan: Plan, exchange: Any, **phases: Callable[[Any, Any], None]) -> None:
-    """Run :meth:`PartitionStep.run`; ``phases``: `prepare`, `orthogonalize`, `apply`, functions of values, buffers."""
+def run_loop(plan: Plan, exchange: Any, **phases: Callable[..., None]) -> None:
+    """Run :meth:`PartitionStep.run`; ``phases``: `prepare`, `apply`: of values, buffers; `orthogonalize`: buffers."""
     step = PartitionStep.__new__(PartitionStep)
     step.__dict__ |= {"plan": plan, "exchange": exchange, "_is_int8": False}
     step.__dict__ |= {f"_{name}": phase for name, phase in phases.items()}

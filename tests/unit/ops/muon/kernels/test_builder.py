@@ -291,7 +291,7 @@ def test_a_folder_that_cannot_be_written_is_named(small: Path, monkeypatch: pyte
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.touch()  # a file in its place
     with pytest.raises(
-        cpp_kernels.KernelError, match=rf"{folder} cannot be written \(.+\); set TORCH_EXTENSIONS_DIR to one"
+        cpp_kernels.KernelError, match=rf"{folder} cannot be written \(.+\); set TORCH_EXTENSIONS_DIR to a writable"
     ):
         cpp_kernels._load()
 

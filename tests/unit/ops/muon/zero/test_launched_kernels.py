@@ -64,9 +64,9 @@ def test_tensors_without_a_gradient_keep_their_weights(monkeypatch: pytest.Monke
     """Their part of what is sent is zero, in one call or in many."""
     results, prepare = [], PartitionStep._prepare
 
-    def watched(self: PartitionStep, now: Any, buffers: Any) -> None:
+    def watched(self: PartitionStep, values: Any, buffers: Any) -> None:
         buffers.matrices.fill_(torch.nan)
-        prepare(self, now, buffers)
+        prepare(self, values, buffers)
         assert not buffers.matrices.isnan().any()
 
     monkeypatch.setattr(PartitionStep, "_prepare", watched)
