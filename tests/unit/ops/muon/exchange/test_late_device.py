@@ -181,7 +181,7 @@ NO_RESULT = {
     "monitor": "measures time",
     "cli.try_": "waits for the user's command",
     "zero.live_trial": "measures time",
-    "zero.consensus": "waits for what other processes write",
+    "exchange.consensus": "waits for what other processes write",
     "zero.wrappers.stage3": "the copies are on the stream that uses them; keeps host memory until they have ended",
 }
 """Modules whose waits do not decide about results, and why."""
