@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import runpy
 import sys
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def test_a_run_learns_and_resumes_exactly(framework: str, stage: int, tmp_path: 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_line_of_config_trains_in_the_trainer(stage: int, tmp_path: Path) -> None:
-    """A preset, of which the log says what it has set; the trainer's learning rate need not be repeated."""
+    """A preset, whose learning rate the trainer follows without being told."""
     pytest.importorskip("transformers")
     config = {
         "optimizer": {"type": "Muon", "params": {"preset": "kimi_k2"}},
@@ -160,8 +161,7 @@ def test_one_line_of_config_trains_in_the_trainer(stage: int, tmp_path: Path) ->
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     line = arguments("huggingface_trainer", tmp_path / "ds_config.json", tmp_path, STEPS, None)
     run = Run("huggingface_trainer", tmp_path, launch(EXAMPLES / "huggingface_trainer/train.py", line, tmp_path))
-    assert "preset kimi_k2 sets lr 0.0002, weight_decay 0.1, momentum 0.95" in run.output
-    assert "QK-clip of 2 attention layers at 100" in run.output
+    assert re.search(r"deepspeed-muon \S+: Muon updates ", run.output)
     losses = [row["loss"] for row in run.rows()]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.05
     assert run.rows()[-2]["learning_rate"] <= 2e-4
