@@ -308,6 +308,7 @@ def group_specs(model: nn.Module, config: MuonConfig, dtype: str = "fp32", devic
         MuonConfigError: ``config`` does not fit ``model``; for example, a pattern matches no parameter.
         ValueError: a parameter that Muon cannot update has the tag ``use_muon``.
     """
+    keeps_diagonals = device_type == "cpu" and config.kernels != "torch"
     specs = route(model, config)
     check_options(model, specs.values(), config, attention_layers(model) if config.qk_clip else None)
     return [
@@ -316,7 +317,7 @@ def group_specs(model: nn.Module, config: MuonConfig, dtype: str = "fp32", devic
             rms_scale=config.rms_scale,
             momentum_dtype=config.momentum_dtype,
             rules=config.rules,
-            ns_method=exact_method(group.get("ns_method", "auto"), dtype, device_type),
+            ns_method=exact_method(group.get("ns_method", "auto"), dtype, keeps_diagonals),
             **{key: group[key] for key in ("use_muon", "adjust_lr_fn") if key in group},
         )
         for group in split_groups(model.parameters(), specs, config).halves

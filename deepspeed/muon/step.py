@@ -299,7 +299,7 @@ def bind_partition(
         momentum_blocks: tensor -> the quantization blocks of its int8 momentum; empty for other momentum dtypes.
         owner_state: the state that the update rules keep, of all partitions.
     """
-    newton_schulz = _newton_schulz(group, config, dtype, exchange.device.type)
+    newton_schulz = _newton_schulz(group, config, dtype, context.kernels, exchange.device.type)
     cost = cost_model(newton_schulz.flops, exchange.dtype.itemsize, exchange.device.type)
     # The number of ranks before the partition may shrink to one below: statistics are divided by it.
     sharers, is_replicated = partition.world_size, partition.is_replicated
@@ -333,7 +333,9 @@ def with_settings(step: PartitionStep, group: Mapping[str, Any]) -> PartitionSte
         return step
     return replace(
         step,
-        newton_schulz=_newton_schulz(group, step.config, step.newton_schulz.dtype, step.exchange.device.type),
+        newton_schulz=_newton_schulz(
+            group, step.config, step.newton_schulz.dtype, step.kernels, step.exchange.device.type
+        ),
         scale=_scale(group, step.config),
         settings_text=settings_text,
     )
@@ -344,8 +346,10 @@ def _settings_text(group: Mapping[str, Any]) -> str:
     return repr(sorted((key, value) for key, value in group.items() if key != "params"))
 
 
-def _newton_schulz(group: Mapping[str, Any], config: MuonConfig, dtype: str, device_type: str) -> NewtonSchulz:
-    ns_method = exact_method(group["ns_method"], dtype, device_type)
+def _newton_schulz(
+    group: Mapping[str, Any], config: MuonConfig, dtype: str, kernels: KernelSet, device_type: str
+) -> NewtonSchulz:
+    ns_method = exact_method(group["ns_method"], dtype, kernels.keeps_diagonals and device_type == "cpu")
     method = cache(partial(method_of, ns_method=ns_method, schedule=config.schedule, dtype=dtype))
     return NewtonSchulz(schedule=config.schedule, dtype=dtype, method=method)
 

@@ -106,6 +106,7 @@ def kernels_of(extension: Any) -> KernelSet:
         product=product,
         multiply=multiply,
         fast_dtype="bf16" if extension.has_fast_bf16() else "fp32",
+        keeps_diagonals=True,
     )
 
 

@@ -156,6 +156,8 @@ class KernelSet:
     multiply: Callable[..., Tensor]
     #: The dtype of the fastest products on this CPU.
     fast_dtype: str = "fp32"
+    #: Whether products on a CPU keep the diagonals of symmetric bf16 matrices in fp32.
+    keeps_diagonals: bool = False
     #: ``None`` on devices where launches are cheap; each run then has its own launch.
     runs: RunKernels | None = None
 

@@ -241,13 +241,13 @@ def method_of(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: s
     return "gram" if MARGIN * gram < standard else "standard"
 
 
-def exact_method(ns_method: str, dtype: str, device_type: str) -> str:
-    """Return ``ns_method``, or ``standard`` in place of ``auto`` in bf16 on an accelerator.
+def exact_method(ns_method: str, dtype: str, keeps_diagonals: bool) -> str:
+    """Return ``ns_method``, or ``standard`` in place of ``auto`` in bf16 unless ``keeps_diagonals``.
 
-    There the small matrices are rounded to bf16 with their diagonals, and ``gram`` has up to four times the error of
-    ``standard``.
+    If the kernels do not keep diagonals in fp32, small matrices are rounded to bf16 with their diagonals, and ``gram``
+    has up to four times the error of ``standard``. ``keeps_diagonals``: as in :class:`KernelSet`, on a CPU.
     """
-    return "standard" if (ns_method, dtype) == ("auto", "bf16") and device_type != "cpu" else ns_method
+    return "standard" if (ns_method, dtype) == ("auto", "bf16") and not keeps_diagonals else ns_method
 
 
 def orthogonalize(
