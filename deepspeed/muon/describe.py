@@ -117,10 +117,8 @@ def groups_of(
             planned.
     """
     for index, (group, of_group) in enumerate(zip(param_groups, specs, strict=True)):
-        mine, owners = [step for step in steps if step.partition.index == index], dict[str, set[int]]()
-        for step in mine:
-            for item, owner in zip(step.plan.items, step.plan.owners, strict=True):
-                owners.setdefault(item.shard.spec.name, set()).add(owner)
+        mine = [step for step in steps if step.partition.index == index]
+        owners = {name: ranks for step in mine for name, ranks in step.plan.owners_of_parameters.items()}
         planned: dict[str, Any] = {}
         if mine:
             how = mine[0].newton_schulz

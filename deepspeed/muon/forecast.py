@@ -132,18 +132,17 @@ def device_bytes(found: Estimate, settings: Settings, frozen: int, device_type: 
     trained = sum(totals(found.groups, use_muon)["parameters"] for use_muon in (True, False))
     shard = trained / (found.world_size if stage else 1)
     weights = (trained + frozen) / (found.world_size if stage == 3 else 1)
-    has_master = stage > 0 or buffers.dtype != "fp32"
+    # Bytes of the fp32 copy of an element; an fp32 model at stage 0 has none.
+    fp32 = 4 * is_on_device * (stage > 0 or buffers.dtype != "fp32")
+    updated_at_once = min(shard, found.layout.sub_group_size) if stage == 3 else shard
     rows = {
         "weights": itemsize * weights * keeps_weights,
         "gathered_weights": itemsize * min(buffers.gathered, trained + frozen) if stage == 3 else 0,
         "gradients": accumulated * shard * is_on_device if stage > 1 else itemsize * trained,
         "gradient_buckets": itemsize * buffers.reduced,
-        "fp32_weights": 4 * shard * has_master * is_on_device,
+        "fp32_weights": fp32 * shard,
         "optimizer_state": ADAM_STATE_BYTES * shard * is_on_device,
-        "fp32_gradients": 4
-        * min(shard, found.layout.sub_group_size if stage == 3 else shard)
-        * has_master
-        * is_on_device,
+        "fp32_gradients": fp32 * updated_at_once,
     }
     if buffers.keeps_whole_gradients:
         rows["gradients"] += accumulated * trained

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form in which the optimizer's state is saved: what ``state_dict`` and ``load_state_dict`` add to torch's.
+"""The optimizer's state, and the form in which it is saved: what ``state_dict`` and ``load_state_dict`` add to torch's.
 
 The owner of a matrix holds the state that update rules keep of it (:class:`OwnerState`), so only saves have to send it.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,8 +96,6 @@ def _from_hugging_face(text: str) -> nn.Module:
         raise ModelError(
             f"a Python file needs a function: {text}:function, which returns the model (the file is imported)"
         )
-    if Path(text).exists():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # a local model must not wait for a network that does not answer
     try:
         import transformers
     except ImportError:

@@ -20,10 +20,7 @@ def rows_of(
     ``costs``: ``Estimate.costs``, which tell the owners. ``schedule``, ``dtype``: coefficients and dtype of
     Newton-Schulz. ``fold``: merge rows of parameters that differ only in layer number and owners.
     """
-    owners: dict[str, set[int]] = {}
-    for cost in costs:
-        for item, owner in zip(cost.plan.items, cost.plan.owners, strict=True):
-            owners.setdefault(item.shard.spec.name, set()).add(owner)
+    owners = {name: ranks for cost in costs for name, ranks in cost.plan.owners_of_parameters.items()}
     is_on_each = any(cost.part.world_size < world_size for cost in costs)
     if is_on_each:
         owners = {name: {*range(world_size)} for name in owners}

@@ -250,6 +250,14 @@ class Plan:
         return self.world_size > 1 and is_cut
 
     @cached_property
+    def owners_of_parameters(self) -> dict[str, set[int]]:
+        """Return {name of a parameter: the ranks that own its matrices}."""
+        owners: dict[str, set[int]] = {}
+        for item, owner in zip(self.items, self.owners, strict=True):
+            owners.setdefault(item.shard.spec.name, set()).add(owner)
+        return owners
+
+    @cached_property
     def moved_elements(self) -> int:
         """Return how many elements are in matrices whose owner holds no part of them in its shard."""
         owned = zip(self.owners, self.items, strict=True)

@@ -58,15 +58,14 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         - ``first_ranks``: the lowest rank of each stage.
         - ``threads``: how many threads a rank may use on the CPU.
         - ``monitor``: whether DeepSpeed's monitor is enabled on rank 0.
-        - ``unused_options``: empty, because otherwise this raises.
 
     Raises:
         DisagreementError: the ranks differ, or some do not respond.
         MuonConfigError: a key in ``optimizer.params`` has no effect on the model.
     """
     agreed = agree(lambda: _facts(engine, optimizer), _judge_settings)
-    if agreed["unused_options"]:
-        raise MuonConfigError("\n".join(agreed["unused_options"]))
+    if unused := agreed.pop("unused_options"):
+        raise MuonConfigError("\n".join(unused))
     return agreed
 
 
@@ -220,7 +219,7 @@ def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> 
 
 
 def _judge_settings(of_ranks: list[Facts]) -> Facts:
-    """Compare all ranks' settings; return :func:`agree_on_settings`'s dict, or ``{"error": text}`` if they differ."""
+    """Compare all ranks' settings; return :func:`agree_on_settings`'s dict and ``unused_options``, or an ``error``."""
     of_all = {
         "version": "the deepspeed-muon version",
         "config": "ranks {ranks} have other optimizer.params than rank {first}; read one config on all ranks",

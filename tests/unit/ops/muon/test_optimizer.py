@@ -58,6 +58,17 @@ def test_equals_torch_muon_and_adamw(adjust_lr_fn: str, nesterov: bool, monkeypa
         assert change_error(initial[name], got[name], p.detach()) <= 1e-4, name
 
 
+def test_bf16_takes_the_standard_method_where_kernels_round_diagonals() -> None:
+    """Of matrices of these shapes the Gram iteration would be faster."""
+    model = nn.Sequential(nn.Linear(32, 128), nn.Linear(128, 32))
+    optimizer = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, ns_dtype="bf16", kernels="torch")
+    exact = MuonWithAuxAdam(model.parameters(), model=model, lr=1e-3, ns_dtype="fp32", kernels="torch")
+    for each, method in ((optimizer, "standard"), (exact, "gram")):
+        model(torch.ones(2, 32)).sum().backward()
+        each.step()
+        assert {row.methods for row in each.describe().rows if row.updated_by == "Muon"} == {(method,)}
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_the_adam_half_equals_torch(decoupled: bool) -> None:
     ours, theirs = MODELS["mlp"](), MODELS["mlp"]()
