@@ -62,13 +62,18 @@ TOOLS = {
 def start(command: list[str], folder: Path, extra: tuple[tuple[str, str], ...] = ()) -> str:
     """What a command and its children write on a machine without GPUs; all of them end with it.
 
+    A rank stays for a moment after its last line: gloo's threads need Python to release the last tensors, and a rank
+    that ends first aborts (pytorch/pytorch#179291), with AdamW as well.
+
     In place of torchvision and torchaudio are empty modules: their wheels beside a CPU build of torch need CUDA's
     libraries, the CPU builds are on PyTorch's own index only, and the examples have neither images nor sound.
     """
     (folder / "stand_ins").mkdir(exist_ok=True)
+    at_start = "import atexit, sys, time\natexit.register(time.sleep, 0.5)\n"
     if torch.version.cuda is None:
         (folder / "stand_ins" / "torchaudio.py").write_text("")
-        (folder / "stand_ins" / "sitecustomize.py").write_text('import sys\nsys.modules["torchvision"] = None\n')
+        at_start += 'sys.modules["torchvision"] = None\n'
+    (folder / "stand_ins" / "sitecustomize.py").write_text(at_start)
     env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env["PYTHONPATH"] = os.pathsep.join([str(folder / "stand_ins"), str(folder)])

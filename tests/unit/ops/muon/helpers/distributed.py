@@ -205,11 +205,11 @@ class Pool:
         self.closed = False
         self.ranks: list[Rank] = []
         self.logs = tempfile.TemporaryDirectory(prefix="muon_ranks_")
-        port = free_port()
+        self.port = free_port()
         try:
             for rank in range(world_size):
                 log = Path(self.logs.name) / f"rank{rank}.log"
-                self.ranks.append(Rank(log, environment(rank, world_size, port, env or {}), timeout, restart))
+                self.ranks.append(Rank(log, environment(rank, world_size, self.port, env or {}), timeout, restart))
             self._results(START_TIMEOUT)
         except BaseException:
             self.close()
@@ -260,6 +260,9 @@ class Pool:
         for rank in self.ranks:
             rank.kill()
         self.logs.cleanup()
+        # DeepSpeed's shared memory, up to 69 MB a rank, outlives a process that was killed.
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"):
+            buffer.unlink(missing_ok=True)
 
     def _results(self, timeout: float) -> list[Any]:
         """Return the next result of every rank in order; raise RankError if one is missing or a failure."""
