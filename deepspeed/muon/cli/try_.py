@@ -245,7 +245,7 @@ class Trial:
         return True
 
     def _left(self) -> str:
-        """Return how long the planned runs will take, by those that have ended or by the steps of this one."""
+        """Return a text: how many runs are still planned, and about how long they and the current run will take."""
         waiting = sum(run.state == "waiting" for run in self.runs)
         running = next((run for run in self.runs if run.state == "running"), None)
         spent = time.monotonic() - self._began if running else 0.0

@@ -105,7 +105,7 @@ def length(runs: Sequence[Run]) -> int:
 
 
 def best(runs: Sequence[Run], optimizer: str) -> Run | None:
-    """Return the run of ``optimizer``, without repeats, that ends with the lowest loss; ``None`` if there is none."""
+    """Return the ended run of ``optimizer`` with the lowest loss, not counting repeats; ``None`` if there is none."""
     found = [run for run in runs if run.variant.optimizer == optimizer and not run.variant.seed and run.state == "done"]
     return min(found, key=lambda run: run.loss(length(runs)), default=None)
 
@@ -222,7 +222,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 
 def rows(runs: Sequence[Run], base: float | None) -> list[tuple[str, ...]]:
-    """Return the cells of the table. ``base``: AdamW's rate, if it is one number."""
+    """Return the rows of the table of ``ds_muon try``, titles first. ``base``: AdamW's rate, if it is one number."""
     steps, adamw, lines = length(runs), best(runs, "AdamW"), list[tuple[str, ...]]([COLUMNS])
     for run in runs:
         loss, at = run.loss(steps), f" at step {len(run.steps)}"

@@ -378,7 +378,7 @@ def _factor(is_b: bool, shape_a: Sequence[int], shape_b: Sequence[int], owner: n
 
 
 def _part_sizes(owner: nn.Module, outputs: int, count: int) -> Iterator[int]:
-    """Yield the rows of B that belong to each adapted projection of a fused one; nothing if unknown."""
+    """Yield how many rows of LoRA factor B belong to each of ``count`` fused projections; nothing if unknown."""
     stated = getattr(owner, "qkv_shapes", None)
     if isinstance(stated, (list, tuple)) and len(stated) == count and sum(stated) == outputs:
         yield from stated

@@ -432,8 +432,8 @@ def import_stocks_muon(stock_folder: Path, universal_folder: Path) -> dict[str, 
         )
     if absent := saved_files.without_state:
         raise ImportStateError(
-            f"{stock_folder} has no optimizer state of {', '.join(absent[:8])}; load only its weights (with "
-            "save_muon_momentum_buffer_in_memory, stock's Muon does not save the momentum)"
+            f"{stock_folder} has no optimizer state of {', '.join(absent[:8])}; load only its weights. Stock's Muon "
+            "does not save the momentum if save_muon_momentum_buffer_in_memory is set"
         )
     for name, is_muon in saved_files.is_muon.items():
         folder = universal_folder / "zero" / name

@@ -116,9 +116,9 @@ class Plain(Stage0):
         return self.optimizer.param_groups[index]["params"]
 
     def prepare(self, group_count: int) -> None:
-        """Save the ``GradScaler`` of fp16 autocast in checkpoints.
+        """Make checkpoints contain the ``GradScaler`` of fp16 autocast.
 
-        In a pipeline, also clip gradients by their norm over all stages instead of this stage's.
+        In a pipeline, also make the engine clip gradients by their norm over all stages instead of this stage's.
         """
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)

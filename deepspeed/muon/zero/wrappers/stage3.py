@@ -56,7 +56,7 @@ def sub_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def limit_without_cuts(numels: Iterable[int]) -> int:
-    """Return the least ``sub_group_size`` that leaves groups whole of which a rank holds ``numels`` elements."""
+    """Return a ``sub_group_size`` that cuts no group. ``numels``: elements that a rank holds of each sub-group now."""
     return sum(numels)
 
 
