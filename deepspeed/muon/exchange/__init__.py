@@ -10,8 +10,7 @@ Names for parts of tensors, here and in ``layout``, ``math.momentum_storage`` an
     Rows       a piece of a matrix, by its place in a flat tensor only
     GridCopy   a copy of equally spaced rows to rows without gaps, or back
     ShardRun   a piece in this rank's shard, with its GridCopy between the flat tensor and a bucket's buffer
-    Span       contiguous ShardRuns that one call updates
+    Span       adjacent elements in two flat tensors: ShardRuns that one call updates, or a copy to host memory
     Tile       what one GPU program updates of a Span
-    Segment    what one copy between host and accelerator moves of a bucket (CPU offload)
     Batch      matrices of one shape in a bucket that this rank orthogonalizes together
 """

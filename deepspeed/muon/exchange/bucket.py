@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, zip_longest
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
@@ -22,25 +23,11 @@ MAX_SPAN = 2**16
 Part = TypeVar("Part")
 
 
-class Segment(NamedTuple):
-    """One copy of adjacent elements between a :class:`Bucket`'s host memory and the accelerator, under CPU offload.
-
-    ``host_start``: index of the first element in the bucket's host memory. ``device_start``: its index on the
-    accelerator, in the bucket's send buffer or, if ``in_place``, in the flat tensor of the matrices that this rank
-    owns. ``numel``: number of elements.
-    """
-
-    host_start: int
-    device_start: int
-    numel: int
-    in_place: bool
-
-
 class Span(NamedTuple):
-    """Adjacent elements of one or several :class:`ShardRun` objects; one call updates their momentum or their weights.
+    """Adjacent elements, by their places in two flat tensors: one operation updates or copies them all.
 
-    ``start``: index of the first element in the tensor that contains this rank's shard. ``at``: its index in a buffer
-    of the :class:`Bucket`; :meth:`Bucket.spans` says in which. ``numel``: number of elements.
+    ``start``: index of the first element in a tensor of this rank's shard or, in :attr:`Bucket.staged_spans`, in a
+    buffer of the accelerator. ``at``: its index in a buffer of the :class:`Bucket`. ``numel``: number of elements.
     """
 
     start: int
@@ -179,11 +166,16 @@ class Bucket:
         return tuple(places)
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """Return the bucket's copies between host memory and accelerator (CPU offload), sorted by ``host_start``."""
-        places = sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0))
-        parts = (Segment(host, run.copy.at, run.copy.numel, run.in_place) for host, run in places)
-        return tuple(_merged(parts, _continued))
+    def staged_spans(self) -> dict[bool, list[Span]]:
+        """Return in_place -> the copies between the accelerator and the bucket's host memory, under CPU offload.
+
+        ``start`` is an index in the bucket's matrices if ``in_place``, otherwise in its send buffer. ``at`` is one in
+        the host memory.
+        """
+        spans: dict[bool, list[Span]] = {True: [], False: []}
+        for host, run in sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0)):
+            spans[run.in_place].append(Span(run.copy.at, host, run.copy.numel))
+        return {in_place: _merged(found, _one_span) for in_place, found in spans.items()}
 
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
         """Group the bucket's ``runs`` such that one call can update the momentum, or the weights, of a whole group.
@@ -210,12 +202,12 @@ class Bucket:
         if any(copy.rows > 1 for _, copy in copies):
             return []
         parts = (Span(copy.start, self.host_places[i] if staged else copy.at, copy.numel) for i, copy in copies)
-        return _merged(parts, _one_span)
+        return _merged(parts, partial(_one_span, limit=MAX_SPAN))
 
     @cached_property
     def host_elements(self) -> int:
         """Return the number of elements of the bucket's host memory under CPU offload."""
-        return sum(segment.numel for segment in self.segments)
+        return sum(run.copy.numel for run in self.runs)
 
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int]:
@@ -363,17 +355,11 @@ def _merged(in_order: Iterable[Part], merge: Callable[[Part, Part], Part | None]
     return merged
 
 
-def _continued(segment: Segment, next_segment: Segment) -> Segment | None:
-    end = segment.device_start + segment.numel
-    is_next = (segment.in_place, end) == (next_segment.in_place, next_segment.device_start)
-    return segment._replace(numel=segment.numel + next_segment.numel) if is_next else None
-
-
-def _one_span(span: Span, next_span: Span) -> Span | None:
+def _one_span(span: Span, next_span: Span, limit: float = math.inf) -> Span | None:
     # Matrices of one shape are in the order of the model, so runs that are neighbours in the shard often are here, too.
     is_next = (span.start + span.numel, span.at + span.numel) == (next_span.start, next_span.at)
     numel = span.numel + next_span.numel
-    return span._replace(numel=numel) if is_next and numel <= MAX_SPAN else None
+    return span._replace(numel=numel) if is_next and numel <= limit else None
 
 
 def _adjacent(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:

@@ -69,15 +69,18 @@ class BucketBuffers:
         """
         return self._device_buffer(in_place) if self.host is None else self.host
 
-    def segments(self) -> tuple[list[Tensor], list[Tensor]]:
+    def staged(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return (1-D views of ``host``, 1-D views of the accelerator's buffers), for copies under CPU offload.
 
         The n-th views of both lists stand for the same elements.
         """
         assert self.host is not None
-        segments = self.bucket.segments
-        host = [self.host.narrow(0, part.host_start, part.numel) for part in segments]
-        return host, [self._device_buffer(part.in_place).narrow(0, part.device_start, part.numel) for part in segments]
+        host, device = [], []
+        for in_place, spans in self.bucket.staged_spans.items():
+            for start, at, numel in spans:
+                host.append(self.host.narrow(0, at, numel))
+                device.append(self._device_buffer(in_place).narrow(0, start, numel))
+        return host, device
 
     def _device_buffer(self, in_place: bool) -> Tensor:
         return self.matrices if in_place else self.shard_side
@@ -292,7 +295,7 @@ class Exchange:
         if self.staging is None:
             self._start(buffers, back=False)
             return
-        host, device = buffers.segments()
+        host, device = buffers.staged()
         with self.staging.beside_the_computation(back=False):
             buffers.copied = self.staging.copy(host, device)
             self._start(buffers, back=False)
@@ -312,7 +315,7 @@ class Exchange:
         if self.staging is None:
             self._start(buffers, back=True)
             return
-        host, device = buffers.segments()
+        host, device = buffers.staged()
         with self.staging.beside_the_computation(back=True):
             self._start(buffers, back=True)
             buffers.wait()

@@ -219,8 +219,8 @@ def check_sizes(part: Part) -> None:
 
 def check_copies(bucket: Bucket) -> None:
     """Assert that few copies fill the buffers, and that few calls update the shards, each run and element once."""
-    assert len([segment for segment in bucket.segments if not segment.in_place]) <= 1
-    assert len(bucket.segments) <= 1 + sum(run.in_place for run in bucket.runs)
+    assert len(bucket.staged_spans[False]) <= 1
+    assert len(bucket.staged_spans[True]) <= sum(run.in_place for run in bucket.runs)
     scale = lambda rows, cols: max(1.0, rows / cols)  # noqa: E731
     kinds = [(run.tensor, run.in_place, scale(*run.shape), run.copy.rows > 1 and run) for run in bucket.runs]
     calls = bucket.run_groups(scale)

@@ -200,8 +200,7 @@ def check_host_memory(bucket: Bucket, tensors: list[Elements], outbox: Elements,
         for place, at in places(run):
             host[first + at - run.copy.at] = tensors[run.tensor][place]
     copied: dict[bool, Elements] = {False: [None] * len(outbox), True: [None] * len(matrices)}
-    for part in bucket.segments:
-        copied[part.in_place][part.device_start : part.device_start + part.numel] = host[
-            part.host_start : part.host_start + part.numel
-        ]
+    for in_place, spans in bucket.staged_spans.items():
+        for start, at, numel in spans:
+            copied[in_place][start : start + numel] = host[at : at + numel]
     assert (copied[False], copied[True]) == (outbox, matrices)
