@@ -32,9 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile what the tests need, in the process that starts the others."""
+    """Remove what killed runs left and compile what the tests need, in the process that starts the others."""
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         extensions.remove_locks()
+        extensions.remove_shared_memory()
         extensions.build()
 
 

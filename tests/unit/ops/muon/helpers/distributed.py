@@ -260,7 +260,7 @@ class Pool:
         for rank in self.ranks:
             rank.kill()
         self.logs.cleanup()
-        # DeepSpeed's shared memory, up to 69 MB a rank, outlives a process that was killed.
+        # A session has hundreds of pools: DeepSpeed's 69 MB a rank cannot wait for `extensions.remove_shared_memory`.
         for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"):
             buffer.unlink(missing_ok=True)
 
