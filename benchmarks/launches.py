@@ -152,7 +152,7 @@ def counted(model: nn.Module, stage: int, triton: bool, ranks: int = RANKS) -> t
     probes = [step.gradient_probe for step in steps]
     without_gradient(probes, gradients, read)  # the first step also makes the indices of its probes
     collectives.clear()
-    of_adam = [(tensor, adamw_state({}, tensor)) for tensor in (flat(p) for p in parts if not p.group.use_muon)]
+    of_adam = [(tensor, adamw_state(tensor)) for tensor in (flat(p) for p in parts if not p.group.use_muon)]
     settings = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1}
     for_adam = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     with count:

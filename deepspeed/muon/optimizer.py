@@ -23,6 +23,7 @@ from deepspeed.muon.kernels.kernel_set import Workspace, fixed_numerics
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment
 from deepspeed.muon.math.newton_schulz import DTYPES
+from deepspeed.muon.math.rules import Schedules
 from deepspeed.muon.model.fused_weights import stage_of
 from deepspeed.muon.model.param_groups import (
     UserGroups,
@@ -38,7 +39,7 @@ from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.replicas import bind_without_sharding, check_replicas_agree
-from deepspeed.muon.saved_state import OwnerState, SavedForm, adamw_state, is_contiguous_bf16, muon_state
+from deepspeed.muon.saved_state import OwnerState, SavedForm, adamw_state, muon_state
 from deepspeed.muon.step import (
     Gradients,
     PartitionStep,
@@ -358,9 +359,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def state_of(self, tensor: Tensor, use_muon: bool) -> dict[str, Any]:
         """Return a tensor's state {key: tensor} for Muon (``use_muon``) or AdamW; create missing state as zeros."""
         state = self.state[tensor]
-        if use_muon:
-            return muon_state(state, tensor, self.config.momentum_dtype, self.blocks_of)
-        return adamw_state(state, tensor)
+        if use_muon and MOMENTUM not in state and CODES not in state:
+            state |= muon_state(tensor, self.config.momentum_dtype, self.blocks_of)
+        elif not use_muon and "exp_avg" not in state:
+            # In bf16 each step reads the count for its random numbers, and would wait for a device.
+            state |= adamw_state(tensor, counts_on_cpu=_is_contiguous_bf16(tensor))
+        return state
 
     def blocks_of(self, tensor: Tensor) -> Blocks:
         """Return the quantization blocks of a tensor's int8 momentum: which elements share a scale."""
@@ -526,7 +530,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     def _muon_step(self, group: dict[str, Any], step: PartitionStep, without_gradient: frozenset[str]) -> None:
         states = [self.state_of(tensor, use_muon=True) for tensor in group["params"]]
-        group = self._schedules.settings_at(group, done=int(states[0]["step"]))
+        if self._schedules != Schedules():
+            group = self._schedules.settings_at(group, done=int(states[0]["step"]))
         torch._foreach_add_([state["step"] for state in states], 1)
         step.run(
             StepValues(
@@ -545,10 +550,15 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             decoupled, others = self.config.adam_w_mode, []
             for tensor, state in zip(tensors, states, strict=True):
                 fragments = self._fragments.get(tensor, [])
-                if is_contiguous_bf16(tensor):
+                if _is_contiguous_bf16(tensor):
                     adamw.step_in_bf16(tensor, state, group, decoupled, fragments, self.context.kernels, self.workspace)
                 elif any(adamw.steps_before_start(group, fragment) for fragment in fragments):
                     adamw.step_by_parameter(tensor, state, group, decoupled, fragments)
                 else:
                     others.append((tensor, state))
             adamw.step([tensor for tensor, _ in others], [state for _, state in others], group, decoupled)
+
+
+def _is_contiguous_bf16(tensor: Tensor) -> bool:
+    """Return whether AdamW's step rounds a tensor stochastically."""
+    return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()

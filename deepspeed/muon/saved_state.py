@@ -41,42 +41,30 @@ WEIGHTS_ALONE = (
 )
 
 
-def muon_state(state: State, tensor: Tensor, momentum_dtype: str, blocks_of: Callable[[Tensor], Blocks]) -> State:
-    """Return ``state``, the Muon state of ``tensor``. If it has no momentum, add ``step`` and a momentum of zeros.
+def muon_state(tensor: Tensor, momentum_dtype: str, blocks_of: Callable[[Tensor], Blocks]) -> State:
+    """Return a new Muon state of ``tensor``: ``step`` and a momentum of zeros.
 
     ``step`` is an fp32 scalar tensor on the CPU. The momentum is ``momentum_buffer``, with the tensor's shape. An int8
     momentum is ``momentum_codes``, with the tensor's shape, and ``momentum_absmax``, fp32, one element for each
     quantization block. ``momentum_dtype``: as for :func:`storage_dtype`. ``blocks_of``: function that returns the
     quantization blocks of a tensor; called only for int8.
     """
-    if MOMENTUM not in state and CODES not in state:
-        # On the CPU, because each step reads the count, for schedules and random numbers, and would wait for a device.
-        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        dtype = storage_dtype(tensor, momentum_dtype)
-        if dtype == torch.int8:
-            state |= zero_codes(tensor.shape, blocks_of(tensor), tensor.device)
-        else:
-            state[MOMENTUM] = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
-    return state
+    # On the CPU, because each step reads the count, for schedules and random numbers, and would wait for a device.
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    dtype = storage_dtype(tensor, momentum_dtype)
+    if dtype == torch.int8:
+        return state | zero_codes(tensor.shape, blocks_of(tensor), tensor.device)
+    return state | {MOMENTUM: torch.zeros_like(tensor, dtype=dtype, requires_grad=False)}
 
 
-def adamw_state(state: State, tensor: Tensor) -> State:
-    """Return ``state``, the AdamW state of ``tensor``. If it is empty, first fill it with zeros.
+def adamw_state(tensor: Tensor, counts_on_cpu: bool = False) -> State:
+    """Return a new AdamW state of ``tensor``: ``step``, and ``exp_avg`` and ``exp_avg_sq`` of zeros.
 
-    The keys are ``exp_avg`` and ``exp_avg_sq``, with the tensor's shape and dtype, and ``step``, an fp32 scalar tensor.
+    Both have the tensor's shape and dtype. ``step`` is an fp32 scalar tensor on the tensor's device or, if
+    ``counts_on_cpu``, on the CPU.
     """
-    if "exp_avg" not in state:
-        # In bf16 each step reads the count for its random numbers, and would wait for a device.
-        device = "cpu" if is_contiguous_bf16(tensor) else tensor.device
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
-        state["exp_avg_sq"] = torch.zeros_like(tensor, requires_grad=False)
-    return state
-
-
-def is_contiguous_bf16(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous and bf16, so that AdamW's step can round it stochastically."""
-    return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu" if counts_on_cpu else tensor.device)}
+    return state | {key: torch.zeros_like(tensor, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
 
 
 def zero_codes(shape: Sequence[int], blocks: Blocks, device: torch.device) -> State:

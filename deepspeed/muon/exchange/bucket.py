@@ -101,7 +101,7 @@ class Batch:
     axis: int
     names: tuple[str, ...]
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Return the number of matrices in the batch."""
         return len(self.names)

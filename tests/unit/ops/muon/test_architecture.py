@@ -4,7 +4,9 @@
 import ast
 import functools
 import graphlib
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -252,3 +254,15 @@ def test_no_test_imports_another() -> None:
     found = {path.name: {layer(n) for n in imported(ast.parse(path.read_text()))} for path in files.values()}
     assert {name: names & files.keys() for name, names in found.items() if names & files.keys()} == {}
     assert len(files) == len(list((ROOT / "tests").rglob("test_*.py"))), "two files have one name"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("what", "limit"), [("step", 12), ("save", 5), ("load", 8), ("initialize", 30)])
+def test_a_reader_of_what_an_engine_does_opens_few_files(what: str, limit: int) -> None:
+    """The 30th of `initialize` is entered only if the other rank is loading an extension at that moment."""
+    command = [sys.executable, str(ROOT / "tools/step_files.py"), what]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=os.environ | {"DS_ACCELERATOR": "cpu"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(re.search(r"calls in (\d+) files", done.stdout)[1]) <= limit, done.stdout

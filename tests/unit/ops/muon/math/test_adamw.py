@@ -21,7 +21,7 @@ def test_three_steps_are_those_of_the_formulas(
         monkeypatch.setattr(torch, name, None)
     group = GROUP | ({} if is_corrected else {"bias_correction": False})
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((5, 7), (3,))]
-    states, expected = [adamw_state({}, tensor) for tensor in tensors], [tensor.clone() for tensor in tensors]
+    states, expected = [adamw_state(tensor) for tensor in tensors], [tensor.clone() for tensor in tensors]
     means, squares = ([torch.zeros_like(tensor) for tensor in tensors] for _ in range(2))
     for step in range(1, 4):
         for tensor in tensors:
@@ -46,5 +46,5 @@ def test_one_device_without_the_kernel_is_enough(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(adamw, "has_fused_kernel", lambda device_type: device_type == "cpu")
     for devices in (("cpu", "cpu"), ("cpu", "meta")):
         tensors = [torch.zeros(2, device=device) for device in devices]
-        adamw.step(tensors, [adamw_state({}, tensor) for tensor in tensors], GROUP, True)
+        adamw.step(tensors, [adamw_state(tensor) for tensor in tensors], GROUP, True)
     assert [("fused" in settings, "foreach" in settings) for settings in chosen] == [(True, False), (False, True)]
