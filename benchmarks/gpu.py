@@ -122,47 +122,60 @@ def newton_schulz(device: str, quick: bool, rates: dict[str, float]) -> Rows:
 
 def alone(device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """The step of each optimizer, on the matrices of Qwen3-1.7B; one after the other, to have the memory for itself."""
-    for name in ("ours", "torch-muon", "stock-muon", "adamw-fused"):
+    for name in ("ours", "ours-torch", "torch-muon", "stock-muon", "adamw-fused"):
         found = optimizers.rank("qwen", *(1, 32) if quick else (28, 2048), [name], 8, device)
         phases = {f"{phase} ms": 1e3 * spent for phase, spent in found["phases"].items() if phase != "optimizer"}
         yield {"optimizer": name} | summary(found["times"][name]) | phases
 
 
 def share(device: str, quick: bool, rates: dict[str, float]) -> Rows:
-    """The optimizer's part of a training step of Qwen3-1.7B's matrices at stage 1, by tokens per step."""
-    for tokens in (8,) if quick else (4096, 16384):
+    """The optimizer's part of a training step at stage 1, by tokens per step: matrices of GPT-2 and Qwen3-1.7B."""
+    large, small = ("qwen", 28, 2048), ("block", 12, 768)
+    for model, tokens in ((("qwen", 1, 32), 8),) if quick else ((small, 16384), (large, 4096), (large, 16384)):
         for variant in ("ours", "stock", "adamw"):
-            size = {"layers": 1, "hidden": 32} if quick else {"layers": 28, "hidden": 2048}
-            job = training.Job("1", variant, 1, **size, batch=tokens, model="qwen", device=device)
+            name, layers, hidden = model
+            job = training.Job("1", variant, 1, layers, hidden, batch=tokens, model=name, device=device)
             record = training.launch(job, 200)
             total = record["forward s"] + record["seconds"]
-            row = {"tokens": tokens, "optimizer": variant, "optimizer ms": 1e3 * record["optimizer s"]}
+            row = {"matrices": f"{layers} x {name}, {hidden}", "tokens": tokens, "optimizer": variant}
+            row |= {"optimizer ms": 1e3 * record["optimizer s"]}
             row |= {"step ms": 1e3 * record["step s"], "forward + backward + step ms": 1e3 * total}
             yield row | {"optimizer's share": record["optimizer s"] / total, "peak MB": record["GPU peak MB"]}
 
 
 def profile(device: str, quick: bool, rates: dict[str, float]) -> Rows:
-    """A step at stage 3 that sends every matrix to itself: launches, waits of the host, time without a kernel."""
+    """Our step at stage 3 that sends every matrix to itself: launches, waits of the host, time without a kernel."""
     job = training.Job("3", "ours", 1, *(1, 32) if quick else (8, 2048), model="qwen", device=device)
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] * (device != "cpu"))]
+    traces: list[torch.profiler.profile] = []
+
+    def start(*_: Any) -> None:
+        traces.append(torch.profiler.profile(activities=activities))
+        traces[-1].start()
+
     with ranks.joined():
         engine = training.build_engine(job)
         send_to_itself(engine.basic_optimizer)
+        engine.basic_optimizer.register_step_pre_hook(start)
+        engine.basic_optimizer.register_step_post_hook(lambda *_: traces[-1].stop())
         x = torch.randn(8, job.hidden, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
         for _ in range(4):
             engine.backward(engine(x).float().square().mean())
-            with torch.profiler.profile(activities=activities) as trace:
-                engine.step()
+            engine.step()
+        assert not engine.skipped_steps
         engine.destroy()
-    events = trace.events() or []
+    events = traces[-1].events() or []
     kernels = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA")
     idle, end = 0.0, kernels[0][0] if kernels else 0.0
-    for start, stop in kernels:
-        idle, end = idle + max(0.0, start - end), max(end, stop)
+    for begin, stop in kernels:
+        idle, end = idle + max(0.0, begin - end), max(end, stop)
     names = Counter(event.name for event in events)
+    # The profiler itself waits for the device, by cudaDeviceSynchronize.
+    waits = ("cudaStreamSynchronize", "cudaEventSynchronize")
     yield {
-        "launches": sum(names[name] for name in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")),
-        "waits of the host": sum(count for name, count in names.items() if name.endswith("Synchronize")),
+        "launches": sum(count for name, count in names.items() if re.match("cu(da)?Launch", name)),
+        "copies": sum(count for name, count in names.items() if name.startswith("cudaMemcpy")),
+        "waits of the host": sum(names[name] for name in waits),
         "kernels": len(kernels),
         "from first to last kernel ms": (end - kernels[0][0]) / 1e3 if kernels else 0.0,
         "idle ms": idle / 1e3,

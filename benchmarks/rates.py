@@ -48,12 +48,14 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Seconds of each candidate's calls, one more than rounds, in turn: A B C A B C, so that all meet the same drift.
 
-    No round begins after `limit` seconds, and what needs a quarter of them for a call is called twice only. `prepare`
-    runs before every call and is not timed.
+    No round begins after `limit` seconds, in which the first, which may compile, is not counted; what needs a quarter
+    of them for a call is called twice only. `prepare` runs before every call and is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
     for number in range(rounds + 1):
+        if number == 1:
+            begin = time.perf_counter()
         for name, call in calls.items():
             if number < 2 or times[name][-1] < limit / 4:
                 prepare()

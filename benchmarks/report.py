@@ -40,15 +40,19 @@ def describe() -> dict[str, str]:
     cpu = (models or [platform.processor() or platform.machine()])[0]
     if (widest := torch.backends.cpu.get_cpu_capability()) != "AVX512":  # one name is given to several generations
         cpu += f" {widest}"
-    facts = {"cpu": cpu, "cores": str(cores()), "python": platform.python_version()}
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    facts = gpu | {"cpu": cpu, "cores": str(cores()), "python": platform.python_version()}
     facts |= {name: version(name) for name in ("torch", "deepspeed", "deepspeed-muon")}
     return facts | {"date": datetime.date.today().isoformat()}
 
 
 def one_line() -> str:
     """`describe` as a caption."""
-    cpu, cores, _, torch, deepspeed, ours, date = describe().values()
-    return f"{cpu}, {cores} cores, torch {torch}, deepspeed {deepspeed}, deepspeed-muon {ours}, {date}"
+    machine, facts = [], describe()
+    for name, value in facts.items():
+        text = {"cores": f"{value} cores", "python": ""}.get(name, value)
+        machine.append(f"{name} {value}" if name in ("torch", "deepspeed", "deepspeed-muon") else text)
+    return ", ".join(filter(None, machine))
 
 
 def slug(text: str) -> str:

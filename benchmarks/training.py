@@ -107,7 +107,7 @@ class Job:
 
 
 class Layer(nn.Module):
-    """Linear layers around a residual stream. What leaves it returns by the matrix of its size, else by its mean."""
+    """Linear layers around a normalized residual stream, which a matrix of its width, else a mean, returns to."""
 
     def __init__(self, width: int, matrices: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -116,6 +116,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, width] to the same."""
+        x = nn.functional.rms_norm(x, (self.width,))
         wide = x[:, :1]
         for linear in self.linear:
             y = linear(x if linear.in_features == self.width else torch.relu(wide))
@@ -190,11 +191,14 @@ def build_engine(job: Job) -> Any:
 
 
 class PhaseClock:
-    """Seconds inside an optimizer's own `step`, as `optimizer`, and of ours inside its phases, by name."""
+    """Seconds inside an optimizer's own `step`, as `optimizer`, and of ours inside its phases, by name.
+
+    On a GPU events in the computing stream take them, because waiting for the device would end all overlap.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
-        self._spent: dict[str, float] = collections.defaultdict(float)
-        self._synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
+        self._moments: list[tuple[str, Any, Any]] = []
+        self._is_on_gpu = device != "cpu"
         step = contextlib.ExitStack()
         optimizer.register_step_pre_hook(lambda *_: step.enter_context(self.phase("optimizer")))
         if hasattr(optimizer, "observed"):
@@ -204,16 +208,26 @@ class PhaseClock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time inside."""
-        self._synchronize()
-        begin = time.perf_counter()
+        begin = self._now()
         yield
-        self._synchronize()
-        self._spent[name] += time.perf_counter() - begin
+        self._moments.append((name, begin, self._now()))
+
+    def _now(self) -> Any:
+        if not self._is_on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def take(self) -> dict[str, float]:
         """What was measured since the last call."""
-        spent, self._spent = dict(self._spent), collections.defaultdict(float)
-        return spent
+        if self._is_on_gpu:
+            torch.cuda.synchronize()
+        spent: dict[str, float] = collections.defaultdict(float)
+        for name, begin, end in self._moments:
+            spent[name] += begin.elapsed_time(end) / 1e3 if self._is_on_gpu else end - begin
+        self._moments.clear()
+        return dict(spent)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -236,6 +250,8 @@ def timed_step(engine: Any, batch: Tensor, counter: TrafficCounter, device: str)
         found[name] = seconds(call, device)
         found[f"link {name}"] = link_mb() - sent
         counter.phase = ""
+    if not torch.isfinite(loss[0]):
+        raise RuntimeError("the loss is not finite: steps would be skipped, and their times mean nothing")
     return found
 
 

@@ -50,6 +50,7 @@ from deepspeed.muon.saved_state import OwnerState
 
 #: How many elements of each matrix's gradient to test first. A matrix is read as a whole only if all of them are zero.
 PROBES = 16
+GOLDEN = (math.sqrt(5) - 1) / 2
 #: For each tensor of a partition, the consecutive pieces of its gradient, flattened; none if it has no gradient.
 Gradients = Sequence[Sequence[Tensor]]
 
@@ -121,9 +122,11 @@ class GradientProbe:
         A collective, unless this rank's gradients are enough to tell.
         """
         present = torch.zeros(len(self.names), dtype=torch.int32, device=self._device)
-        for probes in self._probes:
-            if gradient := _joined(gradients[probes.tensor]):
-                present[probes.matrix_indices] = probes.sampled(gradient).ne(0).any(dim=1).to(torch.int32)
+        found = [(probes, gradient) for probes in self._probes if (gradient := _joined(gradients[probes.tensor]))]
+        if found:  # few operations for all tensors: at stage 0 each matrix is a tensor of its own
+            sampled = torch.cat([probes.sampled(gradient) for probes, gradient in found])
+            matrices = torch.cat([probes.matrix_indices for probes, _ in found])
+            present[matrices] = sampled.ne(0).any(dim=1).to(torch.int32)
         return self._of_all_ranks(present)
 
     def read(self, gradients: Gradients, numbers: Sequence[int]) -> Tensor:
@@ -202,10 +205,15 @@ def _of_run(gradient: Sequence[Tensor], copy: GridCopy) -> Tensor:
 
 
 def _spread(runs: Sequence[ShardRun]) -> list[int]:
-    """Return the indices in a tensor of PROBES elements of one matrix, spread evenly over its parts ``runs``."""
+    """Return the indices in a tensor of PROBES elements of one matrix, spread over the rows and columns of its parts.
+
+    ``runs``: the parts of the matrix in the tensor.
+    """
     ends, positions = list(accumulate(run.copy.numel for run in runs)), []
     for probe in range(PROBES):
-        element = (2 * probe + 1) * ends[-1] // (2 * PROBES)
+        # Multiples of the golden ratio: equal distances would often be whole rows, and the gradient of one column is
+        # zero if its input is.
+        element = int((probe + 1) * GOLDEN % 1 * ends[-1])
         number = bisect_right(ends, element)
         copy = runs[number].copy
         row, column = divmod(element - ends[number] + copy.numel, copy.cols)

@@ -92,6 +92,12 @@ def test_a_step_waits_once(case: dict[str, Any], world: int, late: Run) -> None:
         assert not found["test"], found
 
 
+def test_a_column_without_gradient_makes_no_wait(late: Run) -> None:
+    """The sample of a gradient lies in many columns, also where the distance of whole rows divides the matrix."""
+    for found in late(waits_of_a_step, 1, model="dark input", stage=0, dtype="bf16"):
+        assert len(found["ours"]) == 1, found
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_waits_twice_if_a_sample_is_zero(stage: int, late: Run) -> None:
     """However many matrices have no gradient."""

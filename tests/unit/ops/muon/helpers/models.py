@@ -116,6 +116,15 @@ class Mlp(nn.Module):
         return vectors(step, self.widths[:1], self.widths[-1:])
 
 
+class DarkInput(Mlp):
+    """An Mlp whose first input is always zero, as padding can be, so that a whole column has no gradient."""
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().batch(step)
+        inputs[:, 0] = 0
+        return inputs, targets
+
+
 class Block(nn.Module):
     """Causal self-attention and a tanh MLP of odd width, each after a LayerNorm, on (batch, time, width)."""
 
@@ -310,6 +319,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "narrow": lambda: Mlp((12, 12, 8, 12, 6)),  # the global batch has 4 samples per column
     "swapped": lambda: Mlp((512, 1024, 512, 8)),  # at 2 ranks its large matrices are just what is swapped to NVMe
     "broad": lambda: Mlp((64, 96, 96, 128, 64, 8)),  # ranks that hold them whole share its large matrices
+    "dark input": lambda: DarkInput((32, 32, 32)),
     "fused": Fused,
     "gpt": TinyGpt,
     "gpt_tied": lambda: TinyGpt(tied=True),

@@ -80,7 +80,9 @@ def join(collective_timeout: float) -> None:
     distributed_c10d.default_pg_timeout = timeout
     if backend := os.environ.get("TEST_DEVICE"):
         import_module("helpers.late_device").use()
-    deepspeed.init_distributed(backend or "gloo", timeout=timeout)
+    # NCCL refuses two ranks on one GPU.
+    is_alone_on_gpu = os.environ.get("DS_ACCELERATOR") == "cuda" and os.environ["WORLD_SIZE"] == "1"
+    deepspeed.init_distributed(backend or ("nccl" if is_alone_on_gpu else "gloo"), timeout=timeout)
     _mend_gathers()
     # One for all jobs: engines of DeepSpeed's AdamW at stage 3 are never freed, and keep the one they were made with.
     import_module("deepspeed.utils.groups")._clone_world_group()

@@ -80,15 +80,16 @@ def test_normalization(table: str, dtype: torch.dtype) -> None:
     norms = given.double().norm(dim=(1, 2))
     expected = given.double() / norms.clamp(min=1e-300)[:, None, None]
     assert float((result - expected).norm(dim=(1, 2)).max()) <= (1e-6 if dtype == torch.float32 else 2**-9)
-    along = (result * expected).sum(dim=(1, 2))[:4]
-    assert float((along - 1).abs().max()) <= 2e-4, "no common factor: the roundings of entries cancel"
+    # Subnormal entries have few values, whose roundings do not cancel: those of a single rounding are the reference.
+    along, once = ((each * expected).sum(dim=(1, 2)) for each in (result, expected.to(dtype).double()))
+    assert float((along - once).abs().max()) <= 2e-4, "no common factor"
     given[1, 100, 100] = math.inf
     assert not chosen.normalize(given, given)[1].isfinite().all()
 
 
 SHAPES = [(3, 512, 1024), (2, 1024, 512), (1, 2048, 8192), (2, 528, 272), (1, 272, 272), (2, 200, 137)]
-#: Relative, of one rounding of the result.
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+#: Relative, of one rounding of the result; of fp32 that of its sums, which cuBLAS makes one term after the other.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)

@@ -56,6 +56,18 @@ def test_training_on_the_gpu(stage: int, offload: bool) -> None:
         assert change_cosine(reference.initial[name], weights[name], reference.weights[name]) >= 0.99, name
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_on_one_gpu(stage: int) -> None:
+    """Matrices travel between processes, over gloo: NCCL needs a GPU for each."""
+    settings: dict[str, Any] = {"optimizer": with_params(ns_dtype="auto", bucket_bytes=2**13)}
+    shared = GPU | {"LOCAL_RANK": "0"}
+    of_ranks = run(train, 2, fresh=True, restart=True, env=shared, model="narrow", steps=5, stage=stage, **settings)
+    reference = oracle("narrow", 1.0)
+    for name in dict(MODELS["narrow"]().named_parameters()):
+        assert torch.equal(of_ranks[0][name], of_ranks[1][name]), name
+        assert change_cosine(reference.initial[name], of_ranks[0][name], reference.weights[name]) >= 0.99, name
+
+
 SHAPES = [(256, 512), (512, 256), (256, 256), (128, 512)] * 4
 
 
