@@ -149,8 +149,8 @@ def save(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Tensor]
     return found
 
 
-def load(folder: str, model: dict[str, Any], steps: int = 2, **config: Any) -> dict[str, Any]:
-    """Load; return weights and states before, after and `steps` steps later, what was logged, and counters.
+def load(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """Load; return weights and states before, after and two steps later, what was logged, and counters.
 
     If the load raises, return {"errors": for each rank the name of the exception's class or "", "text": its message}.
     """
@@ -168,7 +168,7 @@ def load(folder: str, model: dict[str, Any], steps: int = 2, **config: Any) -> d
         return {"errors": names, "text": str(error)}
     loaded = weights(engine) | states(engine)
     scale, done = float(engine.module.scale), engine.global_steps
-    train(engine, STEPS, steps)
+    train(engine, STEPS, 2)
     result = {"initial": initial, "loaded": loaded, "trained": weights(engine), "said": said, "path": path}
     engine.destroy()
     return result | {"scale": scale, "steps": done}

@@ -62,13 +62,13 @@ class WithExperts(nn.Module):
     `spread`: DeepSpeed's MoE spreads the experts over ranks; otherwise every rank has all of them.
     """
 
-    def __init__(self, spread: bool, width: int = 11, seed: int = 0) -> None:
+    def __init__(self, spread: bool, width: int = 11) -> None:
         super().__init__()
         self.first = nn.Linear(7, width)
         self.layer = spread_experts(width) if spread else AllExperts(width)
         self.lm_head = nn.Linear(width, 5)
         if not spread:
-            initialize_(self, seed)
+            initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean squared error, a scalar; `inputs` (batch, 7), `targets` (batch, 5)."""
@@ -93,9 +93,9 @@ def global_name(name: str, rank: int) -> str:
     return _LOCAL.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)
 
 
-def spread_model(width: int = 11, seed: int = 0) -> WithExperts:
+def spread_model(width: int = 11) -> WithExperts:
     """Return the model with this rank's experts and the weights of its twin."""
-    net, twin = WithExperts(True, width), WithExperts(False, width, seed).state_dict()
+    net, twin = WithExperts(True, width), WithExperts(False, width).state_dict()
     weights: dict[str, Any] = {name: twin[global_name(name, dist.get_rank())] for name in net.state_dict()}
     net.load_state_dict(weights)
     return net
@@ -104,7 +104,7 @@ def spread_model(width: int = 11, seed: int = 0) -> WithExperts:
 class Mixtral(MixtralForCausalLM):
     """A tiny Mixtral with two layers."""
 
-    def __init__(self, experts: int = 4, seed: int = 0, key_heads: int = 1) -> None:
+    def __init__(self, experts: int = 4, key_heads: int = 1) -> None:
         config = MixtralConfig(
             vocab_size=VOCAB,
             hidden_size=WIDTH,
@@ -120,7 +120,7 @@ class Mixtral(MixtralForCausalLM):
             use_cache=False,
         )
         super().__init__(config)
-        initialize_(self, seed)
+        initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy, summed over time, mean over the batch, a scalar; arguments (batch, time), int64."""

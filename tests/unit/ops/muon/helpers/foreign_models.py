@@ -92,9 +92,9 @@ class Gpt(nn.Module):
 class Adapted(nn.Module):
     """A frozen linear layer with two factors, named as in a library."""
 
-    def __init__(self, down: str, up: str, rank: int = 2) -> None:
+    def __init__(self, down: str, up: str) -> None:
         super().__init__()
         self.base_layer = nn.Linear(8, 12)
         self.base_layer.requires_grad_(False)
-        self.add_module(down, nn.Linear(8, rank, bias=False))
-        self.add_module(up, nn.Linear(rank, 12, bias=False))
+        self.add_module(down, nn.Linear(8, 2, bias=False))
+        self.add_module(up, nn.Linear(2, 12, bias=False))

@@ -166,13 +166,13 @@ def near_identity(like: Symmetric, factor: float, power: int) -> Symmetric:
     return cpp_kernels.Apart((matrix - torch.diag_embed(diagonal)).to(rest.dtype), diagonal.float())
 
 
-def assert_is(actual: Symmetric, expected: Tensor, tolerance: float, diagonal: float = 2e-6) -> None:
+def assert_is(actual: Symmetric, expected: Tensor, tolerance: float) -> None:
     """Check all parts: a diagonal that is apart is right to fp32, and the rest is zero there."""
     scale, rest = expected.abs().amax().item(), parts(actual)[0]
     if isinstance(actual, cpp_kernels.Apart):
         apart = expected.diagonal(dim1=-2, dim2=-1)
         assert not rest.diagonal(dim1=-2, dim2=-1).any()
-        assert relative(actual.diagonal, apart) <= diagonal
+        assert relative(actual.diagonal, apart) <= 2e-6
         expected = expected - torch.diag_embed(apart)
     assert not expected.any() or relative(rest, expected) <= tolerance
     torch.testing.assert_close(rest.double(), expected, rtol=2 * tolerance, atol=2 * tolerance * scale)

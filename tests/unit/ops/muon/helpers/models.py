@@ -92,7 +92,6 @@ class Mlp(nn.Module):
         tied: Sequence[tuple[int, int]] = (),
         frozen: Sequence[int] = (),
         unused: tuple[int, int] | None = None,
-        seed: int = 0,
     ) -> None:
         super().__init__()
         self.widths = tuple(widths)
@@ -100,7 +99,7 @@ class Mlp(nn.Module):
         for first, second in tied:
             self.layers[second].weight = self.layers[first].weight
         self.unused = nn.Linear(*unused) if unused else None
-        initialize_(self, seed)
+        initialize_(self, 0)
         for index in frozen:
             self.layers[index].requires_grad_(False)
         without_head_(self)
@@ -141,18 +140,17 @@ class Block(nn.Module):
 class TinyGpt(nn.Module):
     """Token and position embeddings, 2 blocks and a head, which `tied` shares with the token embedding."""
 
-    def __init__(
-        self, vocab: int = 19, width: int = 12, heads: int = 2, time: int = 6, tied: bool = False, seed: int = 0
-    ) -> None:
+    vocab, width, time = 19, 12, 6
+
+    def __init__(self, tied: bool = False, seed: int = 0) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab, width)
-        self.positions = nn.Embedding(time, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
-        self.norm = nn.LayerNorm(width)
-        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.tokens = nn.Embedding(self.vocab, self.width)
+        self.positions = nn.Embedding(self.time, self.width)
+        self.blocks = nn.ModuleList(Block(self.width, 2) for _ in range(2))
+        self.norm = nn.LayerNorm(self.width)
+        self.lm_head = nn.Linear(self.width, self.vocab, bias=False)
         if tied:
             self.lm_head.weight = self.tokens.weight
-        self.vocab, self.time = vocab, time
         initialize_(self, seed)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -201,7 +199,7 @@ class Fused(nn.Module):
     `conv`: (5, 2, 3, 3), a matrix 5 x 18.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 5, 3)
         self.qkv = nn.Linear(80, 16)
@@ -209,7 +207,7 @@ class Fused(nn.Module):
         self.grouped = nn.Linear(12, 24)
         self.experts = Experts(3, 24, 6)
         self.lm_head = nn.Linear(6, 5)
-        initialize_(self, seed)
+        initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean squared error, a scalar; `inputs` (batch, 2, 6, 6), `targets` (batch, 5)."""

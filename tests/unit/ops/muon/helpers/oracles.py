@@ -170,12 +170,11 @@ def train_oracle(
     steps: int,
     routing: dict[str, str],
     cfg: OracleConfig = OracleConfig(),
-    dtype: torch.dtype = torch.float64,
     special: Mapping[str, OracleConfig] = MappingProxyType({}),
     parts: Mapping[str, Sequence[Part]] = MappingProxyType({}),
     frozen: Callable[[int], Collection[str]] = lambda step: (),
 ) -> OracleResult:
-    """Train a copy of `model` in `dtype`; step `s` of `steps` takes the mean loss `model(*batches(s))`.
+    """Train a copy of `model` in float64; step `s` of `steps` takes the mean loss `model(*batches(s))`.
 
     `routing` names exactly the trainable parameters; `special` holds hyperparameters by name, where they differ, and
     `parts` the matrices of parameters that are not one matrix. `frozen` names the parameters that take no gradient in a
@@ -183,7 +182,7 @@ def train_oracle(
     A parameter without gradient counts as one with a zero gradient, as it does in DeepSpeed's flat buffers. A matrix
     whose gradient is zero is left alone.
     """
-    model = copy.deepcopy(model).to(dtype)
+    model = copy.deepcopy(model).double()
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert routing.keys() == params.keys(), routing.keys() ^ params.keys()
     momentum, second_moment = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))

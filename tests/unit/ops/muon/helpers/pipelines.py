@@ -161,13 +161,13 @@ def make_pipeline(name: str, stages: int, **options: Any) -> Any:
     return net
 
 
-def pipeline_config(stages: int, micro_batches: int = 2, **config: Any) -> dict[str, Any]:
-    """Return a ds_config for the ranks of this job."""
+def pipeline_config(stages: int, **config: Any) -> dict[str, Any]:
+    """Return a ds_config with two micro-batches for the ranks of this job."""
     import torch.distributed as dist
 
-    config = ds_config(stage=config.pop("stage", 1), **config)
-    rows = GLOBAL_BATCH * stages // (dist.get_world_size() * micro_batches)
-    return config | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": micro_batches}
+    rows = GLOBAL_BATCH * stages // (dist.get_world_size() * 2)
+    config = ds_config(**{"stage": 1} | config)
+    return config | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": 2}
 
 
 def shares(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -109,7 +109,7 @@ SPLIT: dict[str, Any] = {
 """muon_split of each model with fused weights."""
 
 
-def model(name: str, seed: int = 0) -> nn.Module:
+def model(name: str) -> nn.Module:
     """Return the model of this name; "name, sdpa" selects another implementation of its attention."""
     name, _, attention = name.partition(", ")
     if name == "gated":
@@ -117,7 +117,7 @@ def model(name: str, seed: int = 0) -> nn.Module:
     else:
         kind, config, more = KINDS[name]
         net = kind(config(**SIZES | more | {"attn_implementation": attention or "eager"}))
-    initialize_(net, seed)
+    initialize_(net, 0)
     return net
 
 

@@ -18,7 +18,7 @@ from helpers.experts import EP, EXPERTS, INNER, Mixtral, WithExperts, autoep, gl
 from helpers.language_models import WIDTH
 from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, full_weights, fused_parts, halve, train_engine
 from helpers.oracles import OracleConfig, Part, route
-from helpers.training import ds_config, fp32_weights, make_engine, steps_done
+from helpers.training import ds_config, fp32_weights, make_engine, take
 
 Case = dict[str, Any]
 """One training: `world`, the number of ranks, and arguments of a way's `build`, mostly those of `ds_config`."""
@@ -81,12 +81,7 @@ class Way:
 
     def take(self, engine: Any, number: int) -> None:
         """Take a step, again and again while the loss scale is too large for it."""
-        before = steps_done(engine)
-        for _ in range(40):
-            self.step(engine, number)
-            if steps_done(engine) > before:
-                return
-        raise AssertionError("every step is skipped")
+        take(engine, partial(self.step, engine, number))
 
     def weights(self, engine: Any) -> dict[str, Tensor]:
         """Return name -> whole master weight, of the parameters that this rank has."""
