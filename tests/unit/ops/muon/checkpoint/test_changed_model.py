@@ -23,7 +23,6 @@ from helpers.changed_models import (
     STEPS,
     Change,
     Layers,
-    batch,
     build,
     carry_over,
     change_rows,
@@ -33,7 +32,6 @@ from helpers.changed_models import (
     states,
     surprises,
     through,
-    train,
     weights,
 )
 from helpers.distributed import run
@@ -55,7 +53,7 @@ def continued(change: Change, state: dict[str, Tensor]) -> dict[str, Tensor]:
     net.scale.fill_(1.5)
     state = {name: value.double().clone() for name, value in state.items()}
     for step in range(2):
-        gradients, _ = clipped(gradients_of(net(*batch(STEPS + step)), params), 1.0)
+        gradients, _ = clipped(gradients_of(net(*net.batch(STEPS + step)), params), 1.0)
         with torch.no_grad():
             for name, param in params.items():
                 if (key := f"{name}.momentum_buffer") in state:
@@ -199,7 +197,7 @@ def test_the_log_lists_what_became_of_the_parameters(tmp_path: Path) -> None:
 def refuse(folder: str, model: dict[str, Any], **config: Any) -> tuple[str, bool]:
     """The error of a load, and whether it left weights and states as they were."""
     engine = build(2, model, **MATCH | config)
-    train(engine, 0, 1)
+    train_engine(engine, 1)
     before = weights(engine) | states(engine)
     with pytest.raises(CheckpointError) as error:
         engine.load_checkpoint(folder)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from helpers.distributed import run
 from helpers.logs import logged
-from helpers.models import GLOBAL_BATCH, full_weights, initialize_
+from helpers.models import GLOBAL_BATCH, full_weights, initialize_, train_engine
 from helpers.training import PARAMS, ds_config, fp32_weights, with_params
 
 MATCH = {"checkpoint": {"muon_changed_model": "match"}}
@@ -52,20 +52,10 @@ class Layers(nn.Module):
                 hidden = hidden + torch.tanh(layer(hidden))
         return F.cross_entropy(4 * self.lm_head(hidden).double(), targets)
 
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return (inputs, targets) of all ranks."""
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = (torch.randint(0, TOKENS, (GLOBAL_BATCH,), generator=generator) for _ in range(2))
-    return inputs, targets
-
-
-def train(engine: Any, first: int, steps: int) -> None:
-    """Train on this rank's share of each batch."""
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for step in range(first, first + steps):
-        engine.backward(engine(*(part[rank::world] for part in batch(step))))
-        engine.step()
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = (torch.randint(0, TOKENS, (GLOBAL_BATCH,), generator=generator) for _ in range(2))
+        return inputs, targets
 
 
 def build(seed: int, model: dict[str, Any], order: str = "", **config: Any) -> Any:
@@ -141,7 +131,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 def save(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Tensor]:
     """Train and save; return weights and states by name."""
     engine = build(1, model, **config)
-    train(engine, 0, STEPS)
+    train_engine(engine, STEPS)
     engine.module.scale.fill_(1.5)
     engine.save_checkpoint(folder)
     found = weights(engine) | states(engine)
@@ -168,7 +158,7 @@ def load(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Any]:
         return {"errors": names, "text": str(error)}
     loaded = weights(engine) | states(engine)
     scale, done = float(engine.module.scale), engine.global_steps
-    train(engine, STEPS, 2)
+    train_engine(engine, 2, STEPS)
     result = {"initial": initial, "loaded": loaded, "trained": weights(engine), "said": said, "path": path}
     engine.destroy()
     return result | {"scale": scale, "steps": done}
@@ -268,13 +258,13 @@ def through(event: str, optimizer: dict[str, Any] | None, stage: int) -> tuple[d
     """Train through an event; return (parameter -> "constant" or "changes" meanwhile, or "never trained", weights)."""
     is_late = event == EVENTS[2]
     engine = build(1, FROZEN if is_late else {}, order="all", stage=stage, optimizer=optimizer)
-    train(engine, 0, STEPS)
+    train_engine(engine, STEPS)
     seen = [full_weights(engine.module)]
     for is_over in (False, True):
         for name, param in engine.module.named_parameters():
             param.requires_grad_(name not in KINDS or (is_over if event != EVENTS[1] else True))
         engine.module.skipped = {0} if event == EVENTS[1] and not is_over else set()
-        train(engine, STEPS + 2 * is_over, 2)
+        train_engine(engine, 2, STEPS + 2 * is_over)
         seen.append(full_weights(engine.module))
     engine.destroy()
     before, during, after = seen

@@ -76,7 +76,8 @@ class WithExperts(nn.Module):
         hidden = hidden + self.layer(hidden)[0]
         return squares(self.lm_head(hidden), targets)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def batch(step: int) -> tuple[Tensor, Tensor]:
         return vectors(step, (7,), (5,))
 
 
@@ -186,7 +187,7 @@ class Mixed(nn.Sequential):
         if not spread:
             initialize_parts(self, None)
 
-    batch = WithExperts.batch
+    batch = staticmethod(WithExperts.batch)
 
     def __deepcopy__(self, memo: Any) -> "Mixed":
         copy = Mixed()
@@ -241,7 +242,7 @@ def build_beside(size: int = 1, stages: int = 0, seed: int = 0, cuts_experts: bo
         return [LayerSpec(kind, group) if kind is Mixture else LayerSpec(kind) for kind in LAYERS]
 
     whole = partial(Mixed, spread=True)
-    return megatron.make_parallel_engine(whole, specs, initialize, size, stages, seed, **config)
+    return megatron.make_parallel_engine(whole, specs, Mixed.batch, initialize, size, stages, seed, **config)
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:

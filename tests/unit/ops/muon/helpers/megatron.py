@@ -148,11 +148,9 @@ class Stack(nn.Sequential):
         """The loss, a scalar."""
         return squares(super().forward(inputs.to(self[0].weight.dtype)), targets)
 
-    batch = staticmethod(lambda step: batch(step))
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    return vectors(step, (TIME, INPUTS), (TIME, OUTPUTS))
+    @staticmethod
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        return vectors(step, (TIME, INPUTS), (TIME, OUTPUTS))
 
 
 def initialize_parts(model: nn.Module, group: Any) -> None:
@@ -218,12 +216,13 @@ def build(size: int = 2, stages: int = 0, seed: int = 0, first: str = "model", *
     def specs(group: Any) -> list[Any]:
         return [LayerSpec(layer[0], *_arguments(layer, group)) for layer in LAYERS]
 
-    return make_parallel_engine(Stack, specs, initialize_parts, size, stages, seed, first, **config)
+    return make_parallel_engine(Stack, specs, Stack.batch, initialize_parts, size, stages, seed, first, **config)
 
 
 def make_parallel_engine(
     whole: Callable[[Any], nn.Module],
     specs: Callable[[Any], list[Any]],
+    batch: Callable[[int], tuple[Tensor, Tensor]],
     initialize: Callable[[nn.Module, Any], None],
     size: int,
     stages: int,
@@ -245,6 +244,7 @@ def make_parallel_engine(
 
         topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=size, num_dp=copies)
         net = PipelineModule(specs(group), topology=topology, loss_fn=squares, partition_method="uniform")
+        net.batch = batch
         settings |= {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // (2 * copies), "gradient_accumulation_steps": 2}
     else:
         net = whole(group)
@@ -253,16 +253,3 @@ def make_parallel_engine(
     engine = make_engine(halve(net, seed), settings, model_parameters=list(net.parameters()), **given)
     engine.model_group = mpu.groups["model"]
     return engine
-
-
-def train_step(engine: Any, batch: tuple[Tensor, Tensor]) -> None:
-    """Take a step on a global batch, of which ranks of one model copy get equal shares; a pipeline in two parts."""
-    grid = engine.grid if engine.pipeline_parallelism else engine.mpu
-    share = [part.chunk(grid.get_data_parallel_world_size())[grid.get_data_parallel_rank()] for part in batch]
-    if engine.pipeline_parallelism:
-        dtype = next(engine.module.parameters()).dtype
-        micro = zip(*(part.chunk(2) for part in share), strict=True)
-        engine.train_batch((inputs.to(dtype), targets) for inputs, targets in micro)
-    else:
-        engine.backward(engine(*share))
-        engine.step()

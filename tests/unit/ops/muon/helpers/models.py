@@ -7,7 +7,7 @@ over ranks and micro-steps in any way without changing the average. The global g
 steps lie above 1, so that clipping at 1 acts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -330,16 +330,30 @@ def make_batch(
     return inputs, targets
 
 
-def train_engine(engine: Any, steps: int, first_step: int = 0) -> list[float]:
-    """Train an engine on its shares of `steps` global batches; return the losses of its micro-steps."""
+def shares(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the micro-batches of this rank's copy of the model, inputs in the dtype of its weights."""
     import torch.distributed as dist
 
-    rank, world, accumulation = dist.get_rank(), dist.get_world_size(), engine.gradient_accumulation_steps()
+    group, accumulation = engine.data_parallel_group, engine.gradient_accumulation_steps()
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    dtype = next(engine.module.parameters()).dtype
+    for micro in range(accumulation):
+        inputs, targets = make_batch(engine.module, step, micro, rank, world, accumulation)
+        yield inputs.to(engine.device, dtype if inputs.is_floating_point() else None), targets.to(engine.device)
+
+
+def train_engine(engine: Any, steps: int, first_step: int = 0) -> list[float]:
+    """Train an engine on its shares of `steps` global batches; return the losses of its micro-steps.
+
+    Ranks that share a copy of the model get the same. A pipeline returns no losses.
+    """
     losses = []
     for step in range(first_step, first_step + steps):
-        for micro in range(accumulation):
-            share = make_batch(engine.module, step, micro, rank, world, accumulation)
-            loss = engine(*(part.to(engine.device) for part in share))
+        if engine.pipeline_parallelism:
+            engine.train_batch(shares(engine, step))
+            continue
+        for share in shares(engine, step):
+            loss = engine(*share)
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())

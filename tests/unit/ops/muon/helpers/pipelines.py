@@ -2,7 +2,7 @@
 """Small models as DeepSpeed pipelines, and as whole modules with the same names and values for the oracle."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers.models import GLOBAL_BATCH, Block, cross_entropy, make_batch, squares, text, vectors
+from helpers.models import GLOBAL_BATCH, Block, cross_entropy, squares, text, vectors
 from helpers.training import ds_config, fp32_weights
 
 VOCAB, WIDTH, TIME = 19, 12, 6
@@ -168,15 +168,6 @@ def pipeline_config(stages: int, **config: Any) -> dict[str, Any]:
     rows = GLOBAL_BATCH * stages // (dist.get_world_size() * 2)
     config = ds_config(**{"stage": 1} | config)
     return config | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": 2}
-
-
-def shares(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the micro-batches of this rank's pipeline."""
-    grid, count = engine.grid, engine.micro_batches
-    for micro in range(count):
-        inputs, targets = make_batch(engine.module, step, micro, grid.data_parallel_id, grid.data_parallel_size, count)
-        dtype = next(engine.module.parameters()).dtype
-        yield (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
 
 
 def everything(engine: Any) -> dict[str, Tensor]:

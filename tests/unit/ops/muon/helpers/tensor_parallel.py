@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from helpers.models import GLOBAL_BATCH, initialize_, text
+from helpers.models import GLOBAL_BATCH, initialize_, text, train_engine
 from helpers.training import ds_config, make_engine
 
 VOCABULARY, LENGTH = 32, 6
@@ -153,18 +153,6 @@ def _put_together(shards: list[Tensor], note: dict[str, Any]) -> Tensor:
     return torch.cat([part[k] for k in range(len(widths)) for part in of_ranks], dim=axis)
 
 
-def train_steps(engine: Any, steps: int, tp: int, first: int = 0) -> None:
-    """Train on global batches `first` to `first + steps`; ranks of a tensor-parallel group take the same share."""
-    import torch.distributed as dist
-
-    dp, rank = dist.get_world_size() // tp, dist.get_rank() // tp
-    size = GLOBAL_BATCH // dp
-    for step in range(first, first + steps):
-        share = (part[rank * size : (rank + 1) * size] for part in engine.module.batch(step))
-        engine.backward(engine(*share))
-        engine.step()
-
-
 #: Config that tells AutoTP that a weight has two parts, each to be split over the ranks.
 IN_PARTS = {
     "partition_config": {
@@ -190,7 +178,7 @@ def build(net: nn.Module, tp: int = 2, **config: Any) -> Any:
 def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:
     """Train `steps` steps; return the whole weights."""
     engine = build(model(name), tp, **config)
-    train_steps(engine, steps, tp)
+    train_engine(engine, steps)
     weights = whole_weights(engine)
     engine.destroy()
     return weights

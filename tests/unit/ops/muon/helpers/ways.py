@@ -351,9 +351,6 @@ class TensorParallel(Way):
     def build(self, seed: int, model: str, **config: Any) -> Any:
         return tensor_parallel.build(halve(tensor_parallel.model(model), seed), **config)
 
-    def step(self, engine: Any, number: int) -> None:
-        tensor_parallel.train_steps(engine, 1, engine.autotp_size(), first=number)
-
     def weights(self, engine: Any) -> dict[str, Tensor]:
         return tensor_parallel.whole_weights(engine)
 
@@ -387,9 +384,6 @@ class Megatron(Way):
     def build(self, seed: int, **config: Any) -> Any:
         return megatron.build(seed=seed, **config)
 
-    def step(self, engine: Any, number: int) -> None:
-        megatron.train_step(engine, megatron.batch(number))
-
     def weights(self, engine: Any) -> dict[str, Tensor]:
         return megatron.whole_weights(engine)
 
@@ -414,9 +408,6 @@ class Pipeline(Way):
     def build(self, seed: int, model: str, stages: int = 2, **config: Any) -> Any:
         net = halve(pipelines.make_pipeline(model, stages), seed)
         return make_engine(net, pipelines.pipeline_config(stages, **config))
-
-    def step(self, engine: Any, number: int) -> None:
-        engine.train_batch(pipelines.shares(engine, number))
 
 
 class Experts(Way):
@@ -480,7 +471,7 @@ class WithoutTokens(Experts):
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the global batch of a step, which is now trained."""
         self.now = number
-        return WithExperts.batch(None, number)
+        return WithExperts.batch(number)
 
     def has_no_gradient(self, name: str, number: int) -> bool:
         return number in self.EMPTY and f"experts.{EXPERTS - 1}." in name and name.endswith("weight")
@@ -530,9 +521,6 @@ class AutoEp(Experts):
             settings["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH * tp // dist.get_world_size()
         return make_engine(halve(Mixtral(experts, key_heads=tp), seed), settings)
 
-    def step(self, engine: Any, number: int) -> None:
-        tensor_parallel.train_steps(engine, 1, max(1, engine.autotp_size()), first=number)
-
     def weights(self, engine: Any) -> dict[str, Tensor]:
         return tensor_parallel.whole_weights(engine) if engine.autotp_size() > 1 else fp32_weights(engine)
 
@@ -576,9 +564,6 @@ class ExpertsBeside(Experts):
 
     def build(self, seed: int, **config: Any) -> Any:
         return experts.build_beside(seed=seed, **config)
-
-    def step(self, engine: Any, number: int) -> None:
-        megatron.train_step(engine, WithExperts.batch(engine.module, number))
 
     def weights(self, engine: Any) -> dict[str, Tensor]:
         return experts.whole_weights(engine)

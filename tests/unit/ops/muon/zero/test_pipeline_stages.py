@@ -16,7 +16,8 @@ from deepspeed.muon.zero.wrappers.stage12 import with_norms_of_all_stages
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.logs import logged
-from helpers.pipelines import SHARED, everything, make_pipeline, pipeline_config, shares
+from helpers.models import train_engine
+from helpers.pipelines import SHARED, everything, make_pipeline, pipeline_config
 from helpers.training import FP32_GRADIENTS, make_engine, with_params
 
 # ---- steps that are skipped -----------------------------------------------------------------------------------
@@ -26,13 +27,13 @@ def step_badly(bad_rank: int, **config: Any) -> tuple[list[str], int]:
     """What two steps change in which one rank's gradient is infinite, and how often the log says so."""
     with logged() as said:
         engine = make_engine(make_pipeline("late", 2), pipeline_config(2, **config))
-        engine.train_batch(shares(engine, 0))
+        train_engine(engine, 1)
         before = everything(engine)
         hook = next(engine.module.parameters()).register_hook(
             lambda grad: grad * (float("inf") if dist.get_rank() == bad_rank else 1.0)
         )
         for step in (1, 2):
-            engine.train_batch(shares(engine, step))
+            train_engine(engine, 1, step)
         hook.remove()
         changed = differing(before, everything(engine))
         engine.destroy()
