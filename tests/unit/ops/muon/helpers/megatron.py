@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import ColumnParallel, RowParallel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,35 +17,6 @@ from helpers.models import GLOBAL_BATCH, halve, squares, vectors
 from helpers.training import ds_config, make_engine
 
 INPUTS, WIDTH, HEADS, INNER, OUTPUTS, TIME = 7, 12, 4, 10, 5, 4
-
-
-class _Copy(torch.autograd.Function):
-    """Pass activations to all ranks of a group; sum their gradients in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class _Sum(torch.autograd.Function):
-    """Sum activations over the ranks of a group; pass gradients through."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        hidden = hidden.contiguous().clone()
-        dist.all_reduce(hidden, group=group)
-        return hidden
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def _part(count: int, group: Any) -> int:
@@ -67,8 +39,7 @@ class ColumnParallelLinear(nn.Module):
             _mark(param, 0, stride)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden if self.group is None else _Copy.apply(hidden, self.group)
-        return F.linear(hidden, self.weight, self.bias)
+        return F.linear(ColumnParallel.apply(self.group, hidden), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -82,8 +53,7 @@ class RowParallelLinear(nn.Module):
         _mark(self.weight, 1, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        mine = F.linear(hidden, self.weight)
-        return (mine if self.group is None else _Sum.apply(mine, self.group)) + self.bias
+        return RowParallel.apply(self.group, F.linear(hidden, self.weight), False) + self.bias
 
 
 class ParallelBlock(nn.Module):
