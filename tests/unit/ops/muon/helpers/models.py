@@ -128,12 +128,14 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 2 * width + 5)
         self.down = nn.Linear(2 * width + 5, width)
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attention of (batch, time, heads, width)."""
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        batch, time, width = hidden.shape
-        qkv = self.qkv(self.attention_norm(hidden)).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
+        qkv = self.qkv(self.attention_norm(hidden)).unflatten(-1, (3, self.heads, -1))
+        hidden = hidden + self.proj(self.attend(*qkv.unbind(2)).flatten(2))
         return hidden + self.down(torch.tanh(self.up(self.mlp_norm(hidden))))
 
 
@@ -153,9 +155,10 @@ class TinyGpt(nn.Module):
             self.lm_head.weight = self.tokens.weight
         initialize_(self, seed)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, summed over time, mean over the batch, a scalar; arguments (batch, time), int64."""
-        hidden = self.tokens(inputs) + self.positions(torch.arange(self.time, device=inputs.device))
+    def forward(self, inputs: Tensor, targets: Tensor, first: int = 0) -> Tensor:
+        """Cross-entropy, summed over time, which begins at `first`, mean over the batch; (batch, time), int64."""
+        times = torch.arange(first, first + inputs.shape[1], device=inputs.device)
+        hidden = self.tokens(inputs) + self.positions(times)
         for block in self.blocks:
             hidden = block(hidden)
         return cross_entropy(self.lm_head(self.norm(hidden)), targets)

@@ -615,7 +615,6 @@ SETTINGS: dict[str, Setting] = {
         without=STAGES_DIFFER,
         quick=2,
     ),
-    "ALST": Setting(ways.Alst(), grid((2, 3)), without=STAGES_DIFFER),
     "dynamic loss scale and schedule": Setting(
         Way(),
         [{"stage": stage, "scheduler": WARMUP, **OVERFLOWING} for stage in (1, 2, 3, 0)],

@@ -607,33 +607,10 @@ class Ulysses(Way):
         return 0.5 if case["stage"] == 3 else 1.0
 
     def build(self, seed: int, **config: Any) -> Any:
-        return sequence_parallel.build(halve(sequence_parallel.SpreadGpt(), seed), **config)
+        return sequence_parallel.build(seed, **config)
 
     def step(self, engine: Any, number: int) -> None:
         sequence_parallel.train_step(engine, number)
-
-
-class Alst(Ulysses):
-    """The same of a Llama of transformers, by DeepSpeed's ALST."""
-
-    needs = "einops"
-
-    def whole(self, case: Case) -> Any:
-        return sequence_parallel.Llama()
-
-    def build(self, seed: int, **config: Any) -> Any:
-        return sequence_parallel.build(halve(sequence_parallel.Llama(), seed), **config)
-
-    @contextmanager
-    def engine(self, case: Case, seed: int = 0, **more: Any) -> Iterator[Any]:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        own: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        try:
-            with super().engine(case, seed, **more) as engine:
-                yield engine
-        finally:
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
 
 
 class Hybrid(Way):
