@@ -8,7 +8,6 @@ is switched off does not change, and a universal checkpoint continues elsewhere.
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -620,14 +619,6 @@ SETTINGS: dict[str, Setting] = {
         [{"stage": stage, "scheduler": WARMUP, **OVERFLOWING} for stage in (1, 2, 3, 0)],
         without=SCALED | GROWN,
     ),
-    "hybrid engine": Setting(
-        ways.Hybrid(),
-        [
-            *({"stage": stage, "model": model} for model in ("opt", "qwen") for stage in (0, 1, 2, 3)),
-            {"stage": 2, "model": "opt", "dtype": "bf16"},
-        ],
-        quick=2,
-    ),
     "settings that are not refused": Setting(
         Way(),
         IDLE,
@@ -673,7 +664,5 @@ def cells(contract: str) -> list[Any]:
         for index in chosen:
             text = ", ".join(f"{key} {value}" for key, value in setting.cases[index].items())
             marks = [] if index in quick else [pytest.mark.full]
-            if find_spec(setting.way.needs) is None:
-                marks.append(pytest.mark.skip(reason=f"{setting.way.needs} is not installed"))
             found.append(pytest.param(name, index, id=f"{name}: {text}", marks=marks))
     return found

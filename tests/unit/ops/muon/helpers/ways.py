@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from helpers import engine_state, experts, megatron, nvme, pipelines, sequence_parallel, tensor_parallel
 from helpers.experts import EP, EXPERTS, INNER, Mixtral, WithExperts, autoep, global_name, spread_model
 from helpers.language_models import WIDTH
-from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, full_weights, fused_parts, halve, train_engine
+from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, fused_parts, halve, train_engine
 from helpers.oracles import OracleConfig, Part, route
 from helpers.training import ds_config, fp32_weights, make_engine, take
 
@@ -36,8 +36,6 @@ class Way:
 
     #: Ends of the names of parameters that have others on a rank.
     renamed: tuple[str, ...] = ()
-    #: A module without which the way is skipped.
-    needs = "deepspeed"
 
     def whole(self, case: Case) -> Any:
         """Return the whole model, with the weights that training starts from."""
@@ -611,43 +609,3 @@ class Ulysses(Way):
 
     def step(self, engine: Any, number: int) -> None:
         sequence_parallel.train_step(engine, number)
-
-
-class Hybrid(Way):
-    """DeepSpeed's hybrid engine. Before each step it writes what a model with its weights writes."""
-
-    needs = "deepspeed.runtime.rollout"
-
-    def whole(self, case: Case) -> Any:
-        return tensor_parallel.model(case["model"])
-
-    def to_adam(self, case: Case) -> tuple[str, ...]:
-        return ("model.embed", "model.decoder.embed", "lm_head")
-
-    def build(self, seed: int, model: str, **config: Any) -> Any:
-        net = halve(tensor_parallel.model(model), seed)
-        net.kind = model
-        return make_engine(net, ds_config(hybrid_engine={"enabled": True}, **config))
-
-    def step(self, engine: Any, number: int) -> None:
-        prompts, weights = engine.module.batch(99)[0] % 31 + 1, full_weights(engine.module)  # none is padding
-        other: Any = tensor_parallel.model(engine.module.kind).to(next(iter(weights.values())).dtype)
-        other.load_state_dict(weights, strict=False)
-        engine.eval()
-        is_rollout = engine.module.kind == "qwen"
-        found = self.roll_out(engine, prompts) if is_rollout else self.write(engine.module, prompts)
-        assert found.equal(self.write(other.eval(), prompts))
-        engine.train()
-        super().step(engine, number)
-
-    def write(self, net: Any, prompts: Tensor) -> Tensor:
-        with torch.no_grad():
-            return net.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False)
-
-    def roll_out(self, engine: Any, prompts: Tensor) -> Tensor:
-        from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig, build_rollout
-
-        tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
-        rollout = build_rollout(SimpleNamespace(engine="hybrid_engine"), engine, tokenizer)
-        request = RolloutRequest(prompts, torch.ones_like(prompts))
-        return rollout.generate(request, SamplingConfig(max_new_tokens=4, temperature=0.0)).input_ids
