@@ -254,11 +254,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "activation checkpointing, compile": Setting(
         ways.AgainOrCompiled(),
-        [
-            {"stage": stage, "how": how}
-            for how in ("DeepSpeed", "torch", "partitioned", "compile")
-            for stage in (1, 2, 3)
-        ],
+        [{"stage": stage, "how": how} for how in ("DeepSpeed", "torch", "compile") for stage in (1, 2, 3)],
         quick=2,
         moves={"how": "torch"},
     ),

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,22 +200,15 @@ class Gone(Way):
 
 
 class AgainOrCompiled(Way):
-    """Layers whose outputs are computed again in the backward pass, by torch or DeepSpeed; a compiled engine.
-
-    Where DeepSpeed partitions what it saves over model-parallel ranks, these have the same data.
-    """
+    """Layers whose outputs are computed again in the backward pass, by torch or DeepSpeed; a compiled engine."""
 
     def build(self, seed: int, how: str, **config: Any) -> Any:
         import deepspeed
 
         net: Any = halve(MODELS["mlp"](), seed)
-        net.is_whole = how == "partitioned"
         save: Any = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-        if how in ("DeepSpeed", "partitioned"):
-            group = dist.new_group(range(2)) if net.is_whole else None
-            facts = {"rank": dist.get_rank(), "world_size": 2, "group": group}
-            mpu = SimpleNamespace(**{f"get_model_parallel_{key}": lambda of=of: of for key, of in facts.items()})
-            deepspeed.checkpointing.configure(mpu if net.is_whole else None, partition_activations=net.is_whole)
+        if how == "DeepSpeed":
+            deepspeed.checkpointing.configure(None)
             save = deepspeed.checkpointing.checkpoint
         for layer in net.layers[1:] if how != "compile" else ():
             layer.forward = partial(save, layer.forward)
@@ -224,12 +216,6 @@ class AgainOrCompiled(Way):
         if how == "compile":
             engine.compile(backend="eager")
         return engine
-
-    def step(self, engine: Any, number: int) -> None:
-        if not engine.module.is_whole:
-            return super().step(engine, number)
-        engine.backward(engine(*engine.module.batch(number)))
-        engine.step()
 
 
 class Heads(Way):
