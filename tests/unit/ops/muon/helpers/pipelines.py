@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.models import GLOBAL_BATCH, Block, cross_entropy, squares, text, vectors
-from helpers.training import ds_config, fp32_weights
+from helpers.training import ds_config
 
 VOCAB, WIDTH, TIME = 19, 12, 6
 TIED = "embed"
@@ -168,10 +168,3 @@ def pipeline_config(stages: int, **config: Any) -> dict[str, Any]:
     rows = GLOBAL_BATCH * stages // (dist.get_world_size() * 2)
     config = ds_config(**{"stage": 1} | config)
     return config | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": 2}
-
-
-def everything(engine: Any) -> dict[str, Tensor]:
-    """Return name -> copy of each master weight and state of this rank."""
-    states = engine.basic_optimizer.state.values()
-    kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
-    return fp32_weights(engine) | kept

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from deepspeed.muon.zero.wrappers.adapter import replace
 from deepspeed.muon.zero.wrappers.stage12 import with_norms_of_all_stages
 from helpers.distributed import run
-from helpers.engine_state import differing
+from helpers.engine_state import differing, snapshot
 from helpers.logs import logged
 from helpers.models import train_engine
-from helpers.pipelines import SHARED, everything, make_pipeline, pipeline_config
+from helpers.pipelines import SHARED, make_pipeline, pipeline_config
 from helpers.training import FP32_GRADIENTS, make_engine, with_params
 
 # ---- steps that are skipped -----------------------------------------------------------------------------------
@@ -28,14 +28,14 @@ def step_badly(bad_rank: int, **config: Any) -> tuple[list[str], int]:
     with logged() as said:
         engine = make_engine(make_pipeline("late", 2), pipeline_config(2, **config))
         train_engine(engine, 1)
-        before = everything(engine)
+        before = snapshot(engine)
         hook = next(engine.module.parameters()).register_hook(
             lambda grad: grad * (float("inf") if dist.get_rank() == bad_rank else 1.0)
         )
         for step in (1, 2):
             train_engine(engine, 1, step)
         hook.remove()
-        changed = differing(before, everything(engine))
+        changed = differing(before, snapshot(engine))
         engine.destroy()
     return changed, len([line for line in said if "is not finite" in line])
 
