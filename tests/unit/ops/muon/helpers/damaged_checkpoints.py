@@ -16,7 +16,6 @@ from helpers.universal import ADAMW
 
 
 def shard(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's optimizer file."""
     return next(folder.glob(f"*zero_pp_rank_{rank}_*optim_states.pt"))
 
 

@@ -91,7 +91,6 @@ class Server:
         return self._process.poll() is None
 
     def fork(self, theirs: Connection, **rank: Any) -> int:
-        """Fork a new rank and return its process id."""
         return self._ask("fork", rank, theirs)
 
     def exit_code(self, pid: int) -> int | None:
@@ -153,7 +152,6 @@ class Rank:
             self.connection.send_bytes(message)
 
     def receive(self) -> Reply:
-        """Return the reply to the last job."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):

@@ -71,7 +71,6 @@ class WithExperts(nn.Module):
             initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error, a scalar; `inputs` (batch, 7), `targets` (batch, 5)."""
         hidden = torch.tanh(self.first(inputs.to(self.first.weight.dtype)))
         hidden = hidden + self.layer(hidden)[0]
         return squares(self.lm_head(hidden), targets)
@@ -82,7 +81,6 @@ class WithExperts(nn.Module):
 
 
 def spread_experts(width: int) -> nn.Module:
-    """DeepSpeed's layer of experts."""
     from deepspeed.moe.layer import MoE
 
     return MoE(width, Expert(width), EXPERTS, ep_size=EP, k=1, drop_tokens=False, use_rts=False)
@@ -103,8 +101,6 @@ def spread_model(width: int = 11) -> WithExperts:
 
 
 class Mixtral(MixtralForCausalLM):
-    """A tiny Mixtral with two layers."""
-
     def __init__(self, experts: int = 4, key_heads: int = 1) -> None:
         config = MixtralConfig(
             vocab_size=VOCAB,
@@ -124,7 +120,6 @@ class Mixtral(MixtralForCausalLM):
         initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, summed over time, mean over the batch, a scalar; arguments (batch, time), int64."""
         return cross_entropy(super().forward(input_ids=inputs).logits, targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +127,6 @@ class Mixtral(MixtralForCausalLM):
 
 
 def autoep(stage: int, ep: int, **config: Any) -> dict[str, Any]:
-    """A ds_config with AutoEP."""
     from deepspeed.module_inject.auto_ep import AutoEP
 
     # Stock cannot register what records router logits with transformers from 5.20 on; nothing here reads them.
@@ -145,8 +139,6 @@ def autoep(stage: int, ep: int, **config: Any) -> dict[str, Any]:
 
 
 class First(nn.Linear):
-    """Map inputs to the width of the experts."""
-
     def __init__(self) -> None:
         super().__init__(7, WIDTH)
 
@@ -166,8 +158,6 @@ class Mixture(nn.Module):
 
 
 class Last(nn.Module):
-    """The head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lm_head = nn.Linear(WIDTH, 5)
@@ -195,7 +185,6 @@ class Mixed(nn.Sequential):
         return copy
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss, a scalar."""
         return squares(super().forward(inputs.to(self[0].weight.dtype)), targets)
 
 
@@ -251,7 +240,6 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def cut_experts() -> Refusal | None:
-    """Return the refusal of an engine whose marks say that tensor parallelism split experts."""
     return attempt(lambda: build_beside(size=2, cuts_experts=True))
 
 

@@ -35,8 +35,6 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all partitions of a job have in common."""
-
     stage: str
     #: Number of data-parallel ranks, and of tensor-parallel ranks.
     data: int

@@ -49,7 +49,6 @@ def native_bf16() -> bool:
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    """Return normal random numbers, the same on every call."""
     return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
 
 
@@ -60,7 +59,6 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch have so many threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -201,7 +199,6 @@ def check_product(kernels: KernelSet, like: Symmetric, same: bool, tolerance: fl
 
 
 def check_multiply(kernels: KernelSet, x: Tensor, like: Symmetric, tolerance: float) -> None:
-    """Compare ``p x + shift x`` with fp64."""
     p, kept = near_identity(like, 3.0, 1), x.clone()
     for shift in (0.0, -2.5):
         out = torch.full_like(x, torch.nan)

@@ -46,7 +46,6 @@ class Language(nn.Module):
         initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, summed over time, mean over the batch; arguments (batch, time), int64."""
         logits = [model(input_ids=inputs, use_cache=False).logits for model in self.models.values()]
         return torch.stack([cross_entropy(each, targets) for each in logits]).sum()
 
@@ -67,7 +66,6 @@ class GatedExperts(nn.Module):
         self.equations = ("bi,eio->beo", "beo,eoi->bi") if is_transposed else ("bi,eoi->beo", "beo,eio->bi")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map (batch, WIDTH) to (batch, WIDTH)."""
         gate, up = torch.einsum(self.equations[0], hidden, self.gate_up_proj).chunk(2, dim=-1)
         return torch.einsum(self.equations[1], F.silu(gate) * up, self.down_proj)
 
@@ -109,7 +107,6 @@ class Adapters(nn.Module):
             layer.base.requires_grad_(False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean squared error; `inputs` (batch, 7), `targets` (batch, 5)."""
         hidden = inputs.to(self.head.weight.dtype)
         for layer in (self.layer0, self.layer1):
             hidden = torch.tanh(layer.base(hidden) + layer.lora_B(layer.lora_A(hidden)))

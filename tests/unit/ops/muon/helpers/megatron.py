@@ -83,8 +83,6 @@ class ParallelBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """A norm and the head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -115,7 +113,6 @@ class Stack(nn.Sequential):
         return copy
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss, a scalar."""
         return squares(super().forward(inputs.to(self[0].weight.dtype)), targets)
 
     @staticmethod

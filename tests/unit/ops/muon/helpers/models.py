@@ -47,7 +47,6 @@ def initialize_(model: nn.Module, seed: int) -> None:
 
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error."""
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     return F.mse_loss(outputs.to(dtype), targets.to(dtype))
 
@@ -105,7 +104,6 @@ class Mlp(nn.Module):
         without_head_(self)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error, a scalar; `inputs` (batch, widths[0]), `targets` (batch, widths[-1])."""
         hidden = inputs.to(self.layers[0].weight.dtype)
         for layer in self.layers[:-1]:
             hidden = torch.tanh(layer(hidden))
@@ -129,7 +127,6 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width + 5, width)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attention of (batch, time, heads, width)."""
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
@@ -213,7 +210,6 @@ class Fused(nn.Module):
         initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error, a scalar; `inputs` (batch, 2, 6, 6), `targets` (batch, 5)."""
         hidden = torch.tanh(self.conv(inputs.to(self.conv.weight.dtype))).flatten(1)
         for layer in (self.qkv, self.c_attn, self.grouped, self.experts):
             hidden = torch.tanh(layer(hidden))

@@ -61,7 +61,6 @@ class Layer:
     forward: Callable[[nn.Module, Tensor], Tensor] | None = None
 
     def make(self) -> nn.Module:
-        """The module."""
         return self.kind(*self.args)
 
 
@@ -127,14 +126,12 @@ class Whole(nn.Module):
         return copy
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss, a scalar."""
         hidden = inputs.to(next(self.parameters()).dtype) if inputs.is_floating_point() else inputs
         for layer, forward in self.run:
             hidden = layer(hidden) if forward is None else forward(layer, hidden)
         return self.loss(hidden, targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step."""
         return batch(self.name, step)
 
 

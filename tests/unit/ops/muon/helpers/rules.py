@@ -40,7 +40,6 @@ def muon_plus(matrix: Tensor, memory: Memory) -> Tensor:
 
 
 def muon_plus_and_normuon(matrix: Tensor, memory: Memory) -> Tensor:
-    """Muon+, then NorMuon, which keeps the norm."""
     return normuon(muon_plus(matrix, memory), memory)
 
 

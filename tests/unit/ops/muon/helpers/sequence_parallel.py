@@ -14,8 +14,6 @@ RANKS = 2
 
 
 class SpreadBlock(Block):
-    """A block on this rank's part of the time."""
-
     def attend(self, *parts: Tensor) -> Tensor:
         """Attention over the whole time, by DeepSpeed's exchange of time for heads."""
         from deepspeed.sequence.layer import DistributedAttention

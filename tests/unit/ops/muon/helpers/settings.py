@@ -72,7 +72,6 @@ class Setting:
 
 
 def grid(stages: tuple[int, ...], worlds: tuple[int, ...] = (2,), **more: Any) -> list[Case]:
-    """Return a case for each stage and number of ranks."""
     return [{"stage": stage, "world": world, **more} for world in worlds for stage in stages]
 
 

@@ -57,12 +57,10 @@ class Gated(nn.Module):
         self.down_proj = nn.ModuleList(nn.Linear(17, 12, bias=False) for _ in range(2))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Vectors and their targets."""
         generator = torch.Generator().manual_seed(1000 + step)
         return tuple(torch.randn(GLOBAL_BATCH, 12, generator=generator) * 3 for _ in range(2))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean squared error."""
         inputs = self.mix(inputs.to(self.mix.weight.dtype))
         for gate_up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
             gate, up = gate_up(inputs).chunk(2, dim=-1)
@@ -136,7 +134,6 @@ IN_PARTS = {
 
 
 def build(net: nn.Module, tp: int = 2, **config: Any) -> Any:
-    """Return an engine of tensor-parallel size `tp`."""
     import torch.distributed as dist
 
     cut = {"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})}
@@ -146,7 +143,6 @@ def build(net: nn.Module, tp: int = 2, **config: Any) -> Any:
 
 
 def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:
-    """Train `steps` steps; return the whole weights."""
     engine = build(model(name), tp, **config)
     train_engine(engine, steps)
     weights = whole_weights(engine)

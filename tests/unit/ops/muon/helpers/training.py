@@ -141,7 +141,6 @@ class FixedGradient(nn.Linear):
     """A matrix whose gradient is exactly the argument of `forward`."""
 
     def forward(self, gradient: Tensor) -> Tensor:
-        """The sum of weight times gradient, a scalar."""
         return (self.weight * gradient.to(self.weight.dtype)).sum()
 
 
@@ -157,17 +156,14 @@ class FixedGradients(nn.Module):
         without_head_(self)
 
     def gradients(self, step: int) -> list[Tensor]:
-        """Return the gradients of all layers in this step."""
         generator = torch.Generator().manual_seed(100 + step)
         return [torch.randn(layer.out_features, layer.in_features, generator=generator) for layer in self.layers]
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
-        """Return a loss whose gradients are `gradients`."""
         return torch.stack([layer(g) for layer, g in zip(self.layers, gradients, strict=True)]).sum()
 
 
 def train_on_gradients(shapes: list[tuple[int, int]], steps: int, **config: Any) -> dict[str, Tensor]:
-    """Train on known gradients; return the change of the weights."""
     net = FixedGradients(shapes)
     initial = {name: p.detach().clone() for name, p in net.named_parameters()}
     engine = make_engine(net, ds_config(**config))

@@ -54,7 +54,6 @@ def facts(engine: Any) -> dict[str, Any]:
 
 
 def convert(folder: Path, inject: bool = False) -> None:
-    """Run stock's unmodified converter in this process."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     main(
