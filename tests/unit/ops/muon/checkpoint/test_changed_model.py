@@ -51,11 +51,11 @@ def continued(change: Change, state: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
             for name, param in params.items():
                 if (key := f"{name}.momentum_buffer") in state:
-                    muon_update(param, gradients[name], state[key].view_as(param), ORACLE.lr, ORACLE)
+                    muon_update(param, gradients[name], state[key].view_as(param), ORACLE)
                 else:
                     moments = (state[f"{name}.{key}"].view_as(param) for key in ("exp_avg", "exp_avg_sq"))
                     made = step + (0 if name in change.new else STEPS)
-                    adam_update(param, gradients[name], *moments, made + 1, ORACLE.adam_lr, ORACLE)
+                    adam_update(param, gradients[name], *moments, made + 1, ORACLE)
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
