@@ -41,8 +41,3 @@ def assert_parity(weights: dict[str, Tensor], reference: OracleResult) -> None:
     """Assert that weights in fp32 equal the oracle's to 1e-3 of the change."""
     for key, expected in reference.weights.items():
         assert change_error(reference.initial[key], weights[key], expected) <= 1e-3, key
-
-
-def update_error(update: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Return the largest difference between the updates of a matrix, relative to the norm of its reference."""
-    return max(float((update[key] - reference[key]).norm() / reference[key].norm()) for key in reference)
