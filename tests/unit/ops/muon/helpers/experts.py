@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from helpers import megatron
+from helpers import megatron, tensor_parallel
 from helpers.megatron import ColumnParallelLinear, RowParallelLinear, initialize_parts
 from helpers.models import GLOBAL_BATCH, cross_entropy, initialize_, squares, text, vectors
 from helpers.refusals import Refusal, attempt
@@ -236,7 +236,7 @@ def build_beside(size: int = 1, stages: int = 0, seed: int = 0, cuts_experts: bo
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
     """Return name in the whole model -> master weight, of this rank's layers and experts."""
-    return {global_name(name, dist.get_rank() % EP): w for name, w in megatron.whole_weights(engine).items()}
+    return {global_name(name, dist.get_rank() % EP): w for name, w in tensor_parallel.whole_weights(engine).items()}
 
 
 def cut_experts() -> Refusal | None:

@@ -155,27 +155,6 @@ class Mpu:
         return lambda: answers[rest]
 
 
-def whole_weights(engine: Any) -> dict[str, Tensor]:
-    """Return name -> whole master weight of this rank's layers, joined over the model-parallel ranks."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    found, group = {}, engine.model_group
-    for name, param in engine.module.named_parameters():
-        is_plain = engine.optimizer is engine.basic_optimizer
-        mine = param.detach().clone() if is_plain else safe_get_full_fp32_param(param).detach().clone()
-        shards: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(shards, mine, group=group)
-        if not hasattr(param, "partition_dim"):
-            is_expert = not getattr(param, "allreduce", True)
-            assert is_expert or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
-            found[name] = mine
-            continue
-        pieces = [shard.chunk(param.partition_stride, dim=param.partition_dim) for shard in shards]
-        turns = zip(*pieces, strict=True)
-        found[name] = torch.cat([piece for turn in turns for piece in turn], dim=param.partition_dim)
-    return found
-
-
 def build(size: int = 2, stages: int = 0, seed: int = 0, first: str = "model", **config: Any) -> Any:
     """Return an engine of `LAYERS` with `size` model-parallel ranks; of a pipeline if there are `stages`."""
     from deepspeed.pipe import LayerSpec

@@ -90,33 +90,38 @@ def model(name: str) -> nn.Module:
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
-    """Return name -> whole master weight, joined over the tensor-parallel group as the parameter's metadata says."""
+    """Return name -> whole master weight of this rank's layers, joined over the tensor-parallel ranks."""
     import deepspeed.comm as dist
     from deepspeed.utils import groups, safe_get_full_fp32_param
 
-    group = groups._TENSOR_MODEL_PARALLEL_GROUP
-    found = {}
+    group = getattr(engine, "model_group", groups._TENSOR_MODEL_PARALLEL_GROUP)
+    is_plain, found = engine.optimizer is engine.basic_optimizer, {}
     for name, param in engine.module.named_parameters():
-        mine = (
-            safe_get_full_fp32_param(param)
-            if engine.zero_optimization() and getattr(param, "ds_numel", param.numel())
-            else param
-        )
-        note = getattr(param, "ds_autotp_universal_checkpoint_meta", None) if group is not None else None
-        shards: list[Any] = [mine.detach().clone()]
+        is_here = is_plain or not getattr(param, "ds_numel", param.numel())
+        mine = (param if is_here else safe_get_full_fp32_param(param)).detach().clone()
+        shards: list[Any] = [mine]
         if group is not None:
             shards *= dist.get_world_size(group=group)
-            dist.all_gather_object(shards, shards[0], group=group)
-        is_cut = note is not None and not note["replicated"]
+            dist.all_gather_object(shards, mine, group=group)
+        cut = None if group is None else _cut(param, mine, len(shards))
         is_expert = not getattr(param, "allreduce", True)  # each rank has its own
-        assert is_cut or is_expert or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
-        found[name] = _put_together(shards, note) if is_cut else mine.detach().clone()
+        assert cut or is_expert or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
+        found[name] = _put_together(shards, *cut) if cut else mine
     return found
 
 
-def _put_together(shards: list[Tensor], note: dict[str, Any]) -> Tensor:
-    """Return a whole weight from its shards; each of its parts was split over the ranks."""
-    axis, widths = note["partition_dim"], note["sub_param_shard_widths"] or [note["partition_sizes"]]
+def _cut(param: nn.Parameter, mine: Tensor, ranks: int) -> tuple[int, list[list[int]]] | None:
+    """Return the axis along which a weight is split, and for each of its parts the widths that the ranks have."""
+    if hasattr(param, "partition_dim"):  # Megatron's marks
+        width = mine.shape[param.partition_dim] // param.partition_stride
+        return param.partition_dim, [[width] * ranks] * param.partition_stride
+    note = getattr(param, "ds_autotp_universal_checkpoint_meta", {"replicated": True})
+    if note["replicated"]:
+        return None
+    return note["partition_dim"], note["sub_param_shard_widths"] or [note["partition_sizes"]]
+
+
+def _put_together(shards: list[Tensor], axis: int, widths: list[list[int]]) -> Tensor:
     of_ranks = [shard.split([sizes[t] for sizes in widths], dim=axis) for t, shard in enumerate(shards)]
     return torch.cat([part[k] for k in range(len(widths)) for part in of_ranks], dim=axis)
 

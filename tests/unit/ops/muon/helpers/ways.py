@@ -369,7 +369,7 @@ class Megatron(Way):
         return megatron.build(seed=seed, **config)
 
     def weights(self, engine: Any) -> dict[str, Tensor]:
-        return megatron.whole_weights(engine)
+        return tensor_parallel.whole_weights(engine)
 
 
 class Pipeline(Way):

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
 from helpers.distributed import run
-from helpers.megatron import Mpu, Stack, build, whole_weights
+from helpers.megatron import Mpu, Stack, build
 from helpers.models import train_engine
 from helpers.oracles import change_error
 from helpers.parity import FP16_AUTOCAST
 from helpers.refusals import Refusal, attempt
+from helpers.tensor_parallel import whole_weights
 from helpers.training import ds_config, with_params
 
 
