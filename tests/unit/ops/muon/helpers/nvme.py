@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from helpers import distributed
 from helpers.engine_state import master_weights
 from helpers.extensions import ASYNC_IO
-from helpers.models import GLOBAL_BATCH, full_weights, initialize_, without_head_
+from helpers.models import GLOBAL_BATCH, full_weights, initialize_, squares, without_head_
 from helpers.training import ds_config, make_engine
 
 SUB_GROUP = 200_000
@@ -40,9 +40,7 @@ class Wide(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         hidden = torch.tanh(self.down(torch.tanh(self.up(self.tokens(inputs)))))
-        outputs = self.last(torch.tanh(self.narrow(hidden)))
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return F.mse_loss(outputs, targets.to(outputs.dtype))
+        return squares(self.last(torch.tanh(self.narrow(hidden))), targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1000 + step)
@@ -63,9 +61,7 @@ class WideAttention(Wide):
         hidden = self.tokens(inputs)
         query, key, value = self.qkv(hidden).view(-1, 3, self.heads, 128).permute(1, 2, 0, 3)[:, None]
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden.shape)
-        outputs = self.last(torch.tanh(self.narrow(hidden + mixed)))
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return F.mse_loss(outputs, targets.to(outputs.dtype))
+        return squares(self.last(torch.tanh(self.narrow(hidden + mixed))), targets)
 
 
 def run(fn: Callable[..., Any], world_size: int, fresh: bool = False, **kwargs: Any) -> list[Any]:

@@ -37,20 +37,6 @@ class Positions(nn.Module):
         return hidden + self.table(torch.arange(TIME, device=hidden.device))
 
 
-class Norm(nn.LayerNorm):
-    """A LayerNorm."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-
-class Head(nn.Linear):
-    """The output head, a linear layer; in a pipeline its name is a number."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, VOCAB, bias=False)
-
-
 @dataclass(frozen=True)
 class Layer:
     """A layer of a pipeline. `key`: layers with the same key share weights; `forward`: replaces the module's own."""
@@ -68,8 +54,9 @@ def gpt(tied: bool) -> list[Layer]:
     """Return embedding, positions, two blocks, norm, head. The first of two uniform stages ends with a block."""
     key = TIED if tied else None
     embedding = Layer(nn.Embedding, (VOCAB, WIDTH), key)
-    head = replace(embedding, forward=_like_head) if tied else Layer(Head)
-    return [embedding, Layer(Positions), Layer(Block, (WIDTH, 2)), Layer(Block, (WIDTH, 2)), Layer(Norm), head]
+    head = replace(embedding, forward=_like_head) if tied else Layer(nn.Linear, (WIDTH, VOCAB, False))
+    blocks = [Layer(Block, (WIDTH, 2))] * 2
+    return [embedding, Layer(Positions), *blocks, Layer(nn.LayerNorm, (WIDTH,)), head]
 
 
 def late() -> list[Layer]:
