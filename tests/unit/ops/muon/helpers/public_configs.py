@@ -110,7 +110,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "comment": {"_comment": "from a public repository", "vocabulary_size": None, "compile": {"deepcompile": False}},
     "topology": {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}},
     "managed": {"managed_gradient_accumulation": True, "weight_quantization": OFF},
-    "sparse attention": {"sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4}},
     "experts": {"use_data_before_expert_parallelism": False},
 }
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
