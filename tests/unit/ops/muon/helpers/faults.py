@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill ranks of a training job at chosen events, restart it, and compare it with an undisturbed run.
 
-Events are points in the training loop, a save, the exchange, the look for gradients, or a swap to NVMe.
+Events are points in the training loop, a save, the exchange, or a swap to NVMe.
 """
 
 import hashlib
@@ -62,7 +62,6 @@ class Trap:
 
         from deepspeed.muon.exchange.run import BucketBuffers, Exchange
 
-        self.around(Exchange, "largest", "look")
         self.around(Exchange, "_start", "exchange")
         self.around(BucketBuffers, "wait", "exchange")
         self.around(Path, "replace", "save")  # files and latest get their names by it
