@@ -124,7 +124,6 @@ ZERO_SETTINGS: list[Case] = [
     {"stage": 2, "zero": {"overlap_comm": True, "contiguous_gradients": False}},
     {"stage": 3, "zero": {"sub_group_size": 100}},
     {"stage": 3, "zero": {"overlap_comm": True, "offload_param": {"device": "cpu"}}},
-    {"stage": 3, "zero": {"stage3_param_persistence_threshold": 0}},
 ]
 WITHOUT_NORMS: list[Case] = [
     {"stage": stage, "clip": 0.0, "zero": {"compute_grad_norm": False, **zero}, **more}
@@ -242,12 +241,7 @@ SETTINGS: dict[str, Setting] = {
         {"eps": EPS},
         moves={"world": 3},
     ),
-    "activation checkpointing, compile": Setting(
-        ways.AgainOrCompiled(),
-        [{"stage": stage, "how": how} for how in ("DeepSpeed", "torch", "compile") for stage in (1, 2, 3)],
-        quick=2,
-        moves={"how": "torch"},
-    ),
+    "compiled engine": Setting(ways.Compiled(), grid((1, 2, 3), is_compiled=True), moves={"is_compiled": False}),
     "matrices without gradient": Setting(
         ways.Gone(),
         [

@@ -199,21 +199,12 @@ class Gone(Way):
         return number in Absent.ABSENT.get((name.split(".")[1], 0), ()) and name.split(".")[1] not in Absent.SPLIT
 
 
-class AgainOrCompiled(Way):
-    """Layers whose outputs are computed again in the backward pass, by torch or DeepSpeed; a compiled engine."""
+class Compiled(Way):
+    """An engine that `engine.compile` has compiled."""
 
-    def build(self, seed: int, how: str, **config: Any) -> Any:
-        import deepspeed
-
-        net: Any = halve(MODELS["mlp"](), seed)
-        save: Any = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-        if how == "DeepSpeed":
-            deepspeed.checkpointing.configure(None)
-            save = deepspeed.checkpointing.checkpoint
-        for layer in net.layers[1:] if how != "compile" else ():
-            layer.forward = partial(save, layer.forward)
-        engine = make_engine(net, ds_config(**config))
-        if how == "compile":
+    def build(self, seed: int, is_compiled: bool, **config: Any) -> Any:
+        engine = super().build(seed, **config)
+        if is_compiled:
             engine.compile(backend="eager")
         return engine
 
