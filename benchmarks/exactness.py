@@ -22,10 +22,9 @@ sys.path[1:1] = [str(report.ROOT / folder) for folder in ("tests/unit/ops/muon",
 
 from helpers import oracles  # noqa: E402
 from helpers.distributed import run, shutdown  # noqa: E402
-from helpers.exactness import state_bytes, weights_of  # noqa: E402
-from helpers.models import MODELS  # noqa: E402
-from helpers.parity import SHAPES, STEPS, oracle, update_error  # noqa: E402
-from helpers.training import PARAMS, train, train_on_gradients  # noqa: E402
+from helpers.models import MODELS, train_engine  # noqa: E402
+from helpers.parity import SHAPES, STEPS, oracle  # noqa: E402
+from helpers.training import PARAMS, ds_config, fp32_weights, make_engine, train, train_on_gradients  # noqa: E402
 
 Rows = Iterator[dict[str, str]]
 RANKS = {1: "1 rank", 2: "2 ranks", 3: "3 ranks", 4: "4 ranks"}
@@ -34,6 +33,48 @@ INTRODUCTION = """\
 Training on any number of ranks equals training in one process, up to rounding. The *oracle* below is that one process:
 it holds every matrix whole, computes Newton-Schulz in float64, and shares no code with the package.
 """
+
+# ---- on the ranks ---------------------------------------------------------------------------------------------
+
+SETTINGS = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "eps": 1e-8}
+"""Of both; stock knows no ns_dtype. Without weight decay."""
+
+
+def weights_of(who: str, stage: int, clip: float) -> dict[str, Tensor]:
+    """Return the weights after training with stock's Muon (Newton-Schulz in bf16) or ours (in fp32)."""
+    import deepspeed.muon
+
+    method = {"ns_dtype": "fp32"} if who == "ours" else {"ns_method": "standard"}
+    zero = {"reduce_scatter": False} if who == "stock" and stage == 3 else {}
+    config = ds_config(stage=stage, clip=clip, optimizer={"type": "Muon", "params": SETTINGS | method}, zero=zero)
+    net = MODELS["mlp"]()
+    if who == "stock":
+        deepspeed.muon.uninstall()
+    try:
+        engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+        assert type(engine.basic_optimizer).__module__.startswith("deepspeed.muon") is (who == "ours")
+        train_engine(engine, STEPS)
+        weights = fp32_weights(engine)
+        engine.destroy()
+    finally:
+        deepspeed.muon.install()
+    return weights
+
+
+def state_bytes(stage: int) -> tuple[int, int, int]:
+    """Return (bytes of Muon's state, elements of the partition, elements of the matrices) of a bf16 model."""
+    optimizer = {"type": "Muon", "params": {key: value for key, value in PARAMS.items() if key != "ns_dtype"}}
+    engine = make_engine(MODELS["gpt"](), ds_config(stage=stage, dtype="bf16", optimizer=optimizer))
+    muon = engine.basic_optimizer
+    tensors = [tensor for partition in muon.partitions for tensor in partition.tensors]
+    states = [value for tensor in tensors for value in muon.state[tensor].values() if torch.is_tensor(value)]
+    nbytes = sum(value.untyped_storage().nbytes() for value in states if value.ndim)
+    elements = sum(spec.numel for spec in muon.specs.values() if spec.use_muon)
+    engine.destroy()
+    return nbytes, sum(tensor.numel() for tensor in tensors), elements
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------
 
 
 def parity() -> Rows:
@@ -47,6 +88,11 @@ def parity() -> Rows:
             errors = (oracles.change_error(reference.initial[n], weights[n], w) for n, w in reference.weights.items())
             row[column] = f"{max(errors):.1e}"
         yield row
+
+
+def update_error(update: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the largest difference between the updates of a matrix, relative to the norm of its reference."""
+    return max(float((update[key] - reference[key]).norm() / reference[key].norm()) for key in reference)
 
 
 def invariance() -> Rows:

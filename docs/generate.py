@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pages that follow from the code: configuration, wrong configurations, changed models.
+"""Write the pages that follow from the code: configuration and wrong configurations.
 
 Usage: python docs/generate.py
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -175,46 +174,6 @@ def meaning(field: FieldInfo) -> str:
     return f"{field.description}{choices}"
 
 
-CHANGED_MODELS = """# Changed models
-
-What becomes of a run on two ranks whose model, parameter groups, stage, ranks, precision or optimizer change: with this
-Muon and `"checkpoint": {{"muon_changed_model": "match"}}` ([how](../checkpoints.md#a-changed-model)), and with
-DeepSpeed's AdamW and its ordinary load. `python docs/generate.py` generates this page, and
-`checkpoint/test_changed_model.py` compares it with the code.
-
-## Across a save
-
-*Continues*: after the load, weights and states of all parameters that both runs have are those of the save, bit for
-bit. With Muon, the steps that follow are those of a reference in one process that carries states by name, in float64.
-An error is raised by the load.
-
-{changes}
-
-- *Another stage* is the next one, and 0 after 3. *From AdamW* is a checkpoint of DeepSpeed's AdamW; in the row of AdamW
-  it loads one of this Muon.
-- At stage 0, checkpoints of DeepSpeed's AdamW have no names of parameters, so their states cannot be matched. The error
-  says so.
-- *Two layers swapped*: the parameters of two equal layers change places in `model_parameters`. AdamW then trains each
-  with the state of the other, and at stages 1 to 3 with its weights.
-
-## In mid-run
-
-`requires_grad` is switched off and on between the steps of one run, or forward passes leave a layer out. Each cell says
-what the parameter does meanwhile. Afterwards it trains with the state that it had.
-
-{events}
-
-- With Muon, a matrix without a gradient and its momentum stay constant at every stage, as a parameter without `grad`
-  does in torch ([decision 30](../decisions/0005-one-answer-of-all-ranks.md)).
-- Parameters that Muon leaves to AdamW are updated as by DeepSpeed's AdamW: at stages 1 to 3 ZeRO passes gradients of
-  zeros, so moments and weight decay still act. At stage 3 DeepSpeed's AdamW trains a layer that is left out on its
-  last gradient; this Muon does not, in either half. To keep such a parameter constant, set the `lr` of its group to 0,
-  or save, freeze it and load by names into a new engine.
-- *Never trained*: ZeRO's partitions lack what is frozen when the engine is built. AdamW trains it at stage 0, Muon does
-  not; it warns, and names the parameters. Save and load by names, as in the row *unfrozen*.
-"""
-
-
 def configuration() -> str:
     """The text of docs/configuration.md."""
     fields = MuonConfig.model_fields
@@ -285,19 +244,6 @@ def wrong_configurations() -> str:
     return WRONG_CONFIGURATIONS.format(table=text, elsewhere=elsewhere)
 
 
-def changed_models() -> str:
-    """The text of docs/evidence/changed-models.md, from runs of every change with both optimizers; takes minutes."""
-    sys.path.insert(0, str(TESTS))
-    from helpers.changed_models import tables
-    from helpers.distributed import shutdown
-
-    with tempfile.TemporaryDirectory() as folder:
-        changes, events = tables(Path(folder))
-    shutdown()
-    return CHANGED_MODELS.format(changes=changes, events=events)
-
-
 if __name__ == "__main__":
     (DOCS / "configuration.md").write_text(configuration())
     (DOCS / "reference" / "wrong-configurations.md").write_text(wrong_configurations())
-    (DOCS / "evidence" / "changed-models.md").write_text(changed_models())

@@ -18,7 +18,7 @@ from helpers.engine_state import differing
 from helpers.models import MODELS, Mlp, train_engine
 from helpers.settings import WARMUP
 from helpers.training import BF16_OPTIMIZER
-from helpers.universal import ADAMW, Case, build, convert, convert_by_command, facts, peak_of
+from helpers.universal import ADAMW, Case, build, convert, facts, peak_of
 
 #: On some of 4 ranks nothing of a group but padding.
 FEW: list[Case] = [{"stage": stage, "model": "few", "groups": True} for stage in (1, 2, 3)]
@@ -63,11 +63,9 @@ def lost(saved: dict[str, Any], loaded: dict[str, Any]) -> list[str]:
 
 
 def test_settings_schedule_and_counts_continue(tmp_path: Path) -> None:
-    """The converter needs no flag."""
     saved = run(save_all, 4, cases=FEW, folder=str(tmp_path))[0]
     folders = [tmp_path / str(index) for index in range(len(FEW))]
-    convert_by_command(folders[0])
-    for folder in folders[1:]:
+    for folder in folders:
         convert(folder)
     results = run(load_all, 2, cases=FEW, folders=[str(folder) for folder in folders])[0]
     for case, before, after in zip(FEW, saved, results, strict=True):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from deepspeed import initialize
-from helpers.changed_models import ADAMW, MATCH, Layers, train
+from helpers.changed_models import ADAMW, MATCH, Layers
 from helpers.distributed import run
+from helpers.models import train_engine
 from helpers.training import ds_config, with_params
 from helpers.universal import convert
 
@@ -37,7 +38,7 @@ def rates_of_both(folder: str, stage: int, way: str) -> list[tuple[list[float], 
                 options["lr_scheduler"] = lambda it: torch.optim.lr_scheduler.ExponentialLR(it, 0.5)
             engine = initialize(model=net, **options)[0]
             if not rates:
-                train(engine, 0, 3)
+                train_engine(engine, 3)
                 engine.save_checkpoint(f"{folder}/{name}", tag="saved")
                 if "universal" in way:
                     convert(Path(folder, name), inject=True)

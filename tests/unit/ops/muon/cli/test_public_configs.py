@@ -17,7 +17,7 @@ from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.logs import logged
 from helpers.models import MODELS, full_weights, train_engine
-from helpers.public_configs import REMOVED, configs, runnable
+from helpers.public_configs import configs, runnable
 from helpers.training import fp32_weights
 
 Command = Callable[..., Any]
@@ -138,12 +138,11 @@ def surprises(adamw: dict[str, Any], muon: dict[str, Any]) -> list[str]:
     return found + [text for text in muon["warnings"] if not any(re.search(known, text) for known in WARNINGS)]
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_what_deepspeed_has_removed_is_named(name: str, ds_muon: Command, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}} | REMOVED[name]))
+def test_what_deepspeed_has_removed_is_named(ds_muon: Command, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}, "graph_harvesting": True}))
     found = ds_muon("init", "--config", tmp_path / "ds.json")
     found.must_refuse("init", "DeepSpeed refuses this config", lines=None)
-    assert any(words in found.err for words in (name, *REMOVED[name]))
+    assert "graph_harvesting" in found.err
 
 
 @pytest.mark.sample(2)

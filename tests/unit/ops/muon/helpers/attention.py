@@ -10,39 +10,45 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from helpers.language_models import Language
-from helpers.models import GLOBAL_BATCH, MODELS, Block
+from helpers.models import MODELS, Block, shares
 from helpers.training import ds_config, make_engine, with_params
 
 
-def largest_logit(query: Tensor, key: Tensor, is_causal: bool = True) -> float:
-    """Return the largest logit of one head on one sample; `query` and `key` are (time, width)."""
+def largest_logit(query: Tensor, key: Tensor) -> float:
+    """Return the largest causal logit of one head on one sample; `query` and `key` are (time, width)."""
     scale = query.shape[1] ** -0.5
-    rows = (key[: i + 1] if is_causal else key for i in range(len(query)))
-    return max(float((keys @ row).max()) * scale for row, keys in zip(query, rows, strict=True))
+    return max(float((key[: i + 1] @ row).max()) * scale for i, row in enumerate(query))
+
+
+def logits_of(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[Block, list[float]]:
+    """Run the model; return for each of its blocks the largest logit of each head."""
+    found: dict[Block, list[float]] = {}
+
+    def note(block: Block, output: Tensor) -> None:
+        query, key, _ = output.detach().unflatten(-1, (3, block.heads, -1)).unbind(-3)
+        pairs = ([*zip(query[:, :, head], key[:, :, head], strict=True)] for head in range(block.heads))
+        found[block] = [max(largest_logit(q, k) for q, k in pair) for pair in pairs]
+
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    hooks = [block.qkv.register_forward_hook(lambda _, __, out, block=block: note(block, out)) for block in blocks]
+    model(*batch)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def clip_heads(tau: float, alpha: float = 0.5) -> Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]]:
     """Return an observer for `OracleConfig.observe` that clips the heads of all blocks with logits above `tau`."""
 
     def observe(model: nn.Module, batch: tuple[Tensor, ...]) -> Callable[[], None]:
-        found: dict[int, Tensor] = {}
-        blocks = [module for module in model.modules() if isinstance(module, Block)]
-        hooks = [
-            block.qkv.register_forward_hook(lambda _, __, output, i=i: found.update({i: output.detach()}))
-            for i, block in enumerate(blocks)
-        ]
-        model(*batch)
-        for hook in hooks:
-            hook.remove()
+        found = logits_of(model, batch)
 
         def finish() -> None:
-            for i, block in enumerate(blocks):
-                width, heads = block.qkv.weight.shape[1], block.heads
-                size = width // heads
-                for head in range(heads):
-                    at = head * size
-                    query, key = found[i][..., at : at + size], found[i][..., width + at : width + at + size]
-                    gain = min(1.0, tau / max(largest_logit(q, k) for q, k in zip(query, key, strict=True)))
+            for block, logits in found.items():
+                width = block.qkv.weight.shape[1]
+                size = width // block.heads
+                for head, logit in enumerate(logits):
+                    at, gain = head * size, min(1.0, tau / logit)
                     block.qkv.weight[at : at + size] *= gain**alpha
                     block.qkv.weight[width + at : width + at + size] *= gain ** (1 - alpha)
 
@@ -51,25 +57,10 @@ def clip_heads(tau: float, alpha: float = 0.5) -> Callable[[nn.Module, tuple[Ten
     return observe
 
 
-def untrained_logits() -> list[list[float]]:
-    """Return, for each block of a TinyGpt, the largest logit of each head in its first forward."""
-    net = MODELS["gpt"]().double()
-    found: list[Tensor] = []
-    hooks = [block.qkv.register_forward_hook(lambda _, __, out: found.append(out.detach())) for block in net.blocks]
-    net(*net.batch(0))
-    for hook in hooks:
-        hook.remove()
-    logits = []
-    for output, block in zip(found, net.blocks, strict=True):
-        query, key, _ = output.unflatten(-1, (3, block.heads, -1)).unbind(-3)
-        pairs = ([*zip(query[:, :, head], key[:, :, head], strict=True)] for head in range(block.heads))
-        logits.append([max(largest_logit(q, k) for q, k in pair) for pair in pairs])
-    return logits
-
-
 def some_tau() -> float:
     """Return a threshold that some heads of an untrained TinyGpt exceed and others do not."""
-    logits = sorted(logit for heads in untrained_logits() for logit in heads)
+    net = MODELS["gpt"]().double()
+    logits = sorted(logit for heads in logits_of(net, net.batch(0)).values() for logit in heads)
     return logits[len(logits) // 2] - 1e-3
 
 
@@ -117,9 +108,7 @@ def logits_around_a_step(kind: str, share: float, zero: int) -> tuple[list[list[
     tau = share * max(max(logits) for logits in before.values())
     still = {"lr": 0.0, "adam_lr": 0.0, "weight_decay": 0.0, "qk_clip": {"tau": tau}}
     engine = make_engine(net, ds_config(stage=zero, optimizer=with_params(**still)))
-    micro = GLOBAL_BATCH // torch.distributed.get_world_size()
-    share_of = slice(torch.distributed.get_rank() * micro, (torch.distributed.get_rank() + 1) * micro)
-    engine.backward(engine(*(part[share_of] for part in inputs)))
+    engine.backward(engine(*next(shares(engine, 0))))
     calls = recorded(net, lambda: net(*inputs))
     engine.step()
     after = {m: head_logits(m, *call) for m, call in calls.items()}

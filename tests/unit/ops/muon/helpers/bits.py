@@ -32,7 +32,6 @@ def results() -> Iterator[tuple[str, Tensor]]:
 
 
 def main() -> None:
-    """Print the name of the table, and a hash for each result."""
     hashes = {
         name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         for name, tensor in results()

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose model, parameter groups, stage, ranks, precision or optimizer change, across a save or in mid-run.
-
-Each is made with deepspeed-muon, which loads by parameter names, and with DeepSpeed's AdamW. `tables` tells what
-becomes of both.
-"""
+"""Runs whose model, parameter groups or optimizer change across a save, or in mid-run."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +10,7 @@ from torch.nn import functional as F
 
 from helpers.distributed import run
 from helpers.logs import logged
-from helpers.models import GLOBAL_BATCH, full_weights, initialize_
+from helpers.models import GLOBAL_BATCH, full_weights, initialize_, train_engine
 from helpers.training import PARAMS, ds_config, fp32_weights, with_params
 
 MATCH = {"checkpoint": {"muon_changed_model": "match"}}
@@ -52,32 +48,19 @@ class Layers(nn.Module):
                 hidden = hidden + torch.tanh(layer(hidden))
         return F.cross_entropy(4 * self.lm_head(hidden).double(), targets)
 
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return (inputs, targets) of all ranks."""
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = (torch.randint(0, TOKENS, (GLOBAL_BATCH,), generator=generator) for _ in range(2))
-    return inputs, targets
-
-
-def train(engine: Any, first: int, steps: int) -> None:
-    """Train on this rank's share of each batch."""
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for step in range(first, first + steps):
-        engine.backward(engine(*(part[rank::world] for part in batch(step))))
-        engine.step()
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = (torch.randint(0, TOKENS, (GLOBAL_BATCH,), generator=generator) for _ in range(2))
+        return inputs, targets
 
 
 def build(seed: int, model: dict[str, Any], order: str = "", **config: Any) -> Any:
-    """Return an engine; `order`: "swapped": two layers change places; "groups": the opposite order, two groups.
-
-    "all": frozen parameters, too.
-    """
+    """Return an engine; `order`: "swapped": two layers change places; "groups": the opposite order, two groups."""
     import deepspeed
 
     net = Layers(**model)
     initialize_(net, seed)
-    params: list[Any] = [param for param in net.parameters() if param.requires_grad or order == "all"]
+    params: list[Any] = [param for param in net.parameters() if param.requires_grad]
     if order == "swapped":
         params[1:3], params[3:5] = params[3:5], params[1:3]
     if order == "groups":
@@ -86,7 +69,7 @@ def build(seed: int, model: dict[str, Any], order: str = "", **config: Any) -> A
 
 
 def states(engine: Any) -> dict[str, Tensor]:
-    """Return "parameter.key" -> the whole state of a trained parameter; a collective. State that is missing is zero."""
+    """Return "parameter.key" -> the whole state of a trained parameter; a collective."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     specs = getattr(engine.basic_optimizer, "specs", {})
@@ -96,34 +79,8 @@ def states(engine: Any) -> dict[str, Tensor]:
             continue
         is_muon = param in specs and specs[param].use_muon
         for key in ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq"):
-            if specs or engine.zero_optimization_stage() == 3:
-                value = safe_get_full_optimizer_state(param, key).detach().clone()
-            else:
-                value = _state_of_adamw(engine, param, key)
-            found[f"{name}.{key}"] = value
+            found[f"{name}.{key}"] = safe_get_full_optimizer_state(param, key).detach().clone()
     return found
-
-
-def _state_of_adamw(engine: Any, param: nn.Parameter, key: str) -> Tensor:
-    """Return the whole state of a parameter at stages 0 to 2, where DeepSpeed's getter fails after some loads."""
-    states, value = engine.basic_optimizer.state, torch.zeros_like(param, dtype=torch.float32)
-    if engine.zero_optimization_stage() == 0:
-        masters = dict(zip(engine.module.parameters(), _masters(engine), strict=False))
-        return states.get(masters.get(param, param), {}).get(key, value).clone()
-    if mapping := getattr(param, "_hp_mapping", None):  # this rank has a part of it
-        here = mapping.hp_fragment.data_ptr()
-        for flat in engine.optimizer.single_partition_of_fp32_groups:
-            first = (here - flat.data_ptr()) // flat.element_size()
-            if 0 <= first < flat.numel() and key in states[flat]:
-                part, place = mapping.hp_fragment.numel(), mapping.lp_fragment_address.start
-                value.view(-1)[place : place + part] = states[flat][key][first : first + part]
-    torch.distributed.all_reduce(value)
-    return value
-
-
-def _masters(engine: Any) -> list[Tensor]:
-    groups = getattr(engine.optimizer, "fp32_groups", [])
-    return [master for group in groups for master in group]
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
@@ -141,7 +98,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 def save(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Tensor]:
     """Train and save; return weights and states by name."""
     engine = build(1, model, **config)
-    train(engine, 0, STEPS)
+    train_engine(engine, STEPS)
     engine.module.scale.fill_(1.5)
     engine.save_checkpoint(folder)
     found = weights(engine) | states(engine)
@@ -149,8 +106,8 @@ def save(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Tensor]
     return found
 
 
-def load(folder: str, model: dict[str, Any], steps: int = 2, **config: Any) -> dict[str, Any]:
-    """Load; return weights and states before, after and `steps` steps later, what was logged, and counters.
+def load(folder: str, model: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """Load; return weights and states before, after and two steps later, what was logged, and counters.
 
     If the load raises, return {"errors": for each rank the name of the exception's class or "", "text": its message}.
     """
@@ -168,7 +125,7 @@ def load(folder: str, model: dict[str, Any], steps: int = 2, **config: Any) -> d
         return {"errors": names, "text": str(error)}
     loaded = weights(engine) | states(engine)
     scale, done = float(engine.module.scale), engine.global_steps
-    train(engine, STEPS, steps)
+    train_engine(engine, 2, STEPS)
     result = {"initial": initial, "loaded": loaded, "trained": weights(engine), "said": said, "path": path}
     engine.destroy()
     return result | {"scale": scale, "steps": done}
@@ -177,42 +134,30 @@ def load(folder: str, model: dict[str, Any], steps: int = 2, **config: Any) -> d
 class Change(NamedTuple):
     """What is other in the run that loads. `before`, `after`: its arguments of `Layers`, in the two runs.
 
-    `new`: parameters whose state starts at zero in Muon's run. `saves`, `loads`: settings of one run only. `moves`: the
-    (stage, ranks) of the run that loads, from those of the run that saves.
+    `new`: parameters whose state starts at zero. `saves`, `loads`: settings of one run only.
     """
 
-    title: str
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
     new: tuple[str, ...] = ()
     saves: dict[str, Any] = {}
     loads: dict[str, Any] = {}
-    moves: Any = None
 
 
 FROZEN = {"frozen": ("layers.0", "tokens")}
 CHANGES = {
-    change.title: change
-    for change in (
-        Change("nothing"),
-        Change("a layer more", {}, {"depth": 3}, ("layers.2.weight", "layers.2.bias")),
-        Change("a layer less", {"depth": 3}, {}),
-        Change("more rows", {}, {"rows": 17}),
-        Change("fewer rows", {"rows": 17}, {}),
-        Change("frozen", {}, FROZEN),
-        Change("unfrozen", FROZEN, {}, ("layers.0.weight", "layers.0.bias", "tokens.weight")),
-        Change("two layers swapped", loads={"order": "swapped"}),
-        Change("other groups", loads={"order": "groups"}),
-        Change(
-            "a matrix to AdamW", new=("layers.1.weight",), loads={"optimizer": with_params(muon_exclude=["layers.1"])}
-        ),
-        Change("from AdamW", saves={"optimizer": ADAMW}),
-        Change("another stage", moves=lambda stage, ranks: ((stage + 1) % 4, ranks)),
-        Change("fewer ranks", moves=lambda stage, ranks: (stage, 1)),
-        Change("bf16", loads={"dtype": "bf16"}),
-    )
+    "nothing": Change(),
+    "a layer more": Change({}, {"depth": 3}, ("layers.2.weight", "layers.2.bias")),
+    "a layer less": Change({"depth": 3}, {}),
+    "more rows": Change({}, {"rows": 17}),
+    "fewer rows": Change({"rows": 17}, {}),
+    "frozen": Change({}, FROZEN),
+    "unfrozen": Change(FROZEN, {}, ("layers.0.weight", "layers.0.bias", "tokens.weight")),
+    "two layers swapped": Change(loads={"order": "swapped"}),
+    "other groups": Change(loads={"order": "groups"}),
+    "a matrix to AdamW": Change(new=("layers.1.weight",), loads={"optimizer": with_params(muon_exclude=["layers.1"])}),
+    "from AdamW": Change(saves={"optimizer": ADAMW}),
 }
-"""By title."""
 
 
 def surprises(change: Change, found: dict[str, Any], old: dict[str, Tensor]) -> list[str]:
@@ -241,83 +186,18 @@ def carry_over(change: Change, saved: tuple[int, int], loaded: tuple[int, int], 
     return old, run(load, to_ranks, folder=str(folder), model=change.after, **{"stage": to_stage} | change.loads)
 
 
-def outcome(change: Change, stage: int, is_muon: bool, folder: Path) -> str:
-    """Return what becomes of the run: "continues", an exception's name, or how many tensors are wrong without one."""
-    saved = (stage, 2)
-    loaded = change.moves(*saved) if change.moves else saved
-    ours = MATCH if is_muon else {"optimizer": ADAMW}
-    change = change._replace(saves=ours | change.saves, loads=ours | change.loads)
-    if not is_muon and change.title == "from AdamW":  # the way back
-        change = change._replace(saves={})
-    old, ranks = carry_over(change, saved, loaded, folder)
-    if errors := ranks[0].get("errors"):
-        names = " or ".join(f"`{error}`" for error in sorted(set(errors) - {""}))
-        return names + (" on some ranks, the others wait" if "" in errors else "")
-    wrong = surprises(change, ranks[0], old)
-    return f"**{len(wrong)} of {len(ranks[0]['loaded'])} tensors wrong, no error**" if wrong else "continues"
-
-
 # ---- in mid-run -------------------------------------------------------------------------------------------------
 
-EVENTS = ("frozen for two steps", "left out of two steps", "unfrozen after the start")
-KINDS = {"layers.0.weight": "matrix", "tokens.weight": "embedding", "layers.0.bias": "bias"}
-"""Parameters that an event is about."""
 
-
-def through(event: str, optimizer: dict[str, Any] | None, stage: int) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Train through an event; return (parameter -> "constant" or "changes" meanwhile, or "never trained", weights)."""
-    is_late = event == EVENTS[2]
-    engine = build(1, FROZEN if is_late else {}, order="all", stage=stage, optimizer=optimizer)
-    train(engine, 0, STEPS)
-    seen = [full_weights(engine.module)]
+def through(is_frozen: bool, optimizer: dict[str, Any], stage: int) -> dict[str, Tensor]:
+    """Return the weights after a run in which, for two steps, parameters are frozen or a layer is left out."""
+    engine = build(1, {}, stage=stage, optimizer=optimizer)
+    train_engine(engine, STEPS)
     for is_over in (False, True):
         for name, param in engine.module.named_parameters():
-            param.requires_grad_(name not in KINDS or (is_over if event != EVENTS[1] else True))
-        engine.module.skipped = {0} if event == EVENTS[1] and not is_over else set()
-        train(engine, STEPS + 2 * is_over, 2)
-        seen.append(full_weights(engine.module))
+            param.requires_grad_(is_over or not is_frozen or not name.startswith(FROZEN["frozen"]))
+        engine.module.skipped = set() if is_frozen or is_over else {0}
+        train_engine(engine, 2, STEPS + 2 * is_over)
+    weights = full_weights(engine.module)
     engine.destroy()
-    before, during, after = seen
-    words = {}
-    for name in KINDS:
-        is_constant, is_never = during[name].equal(before[name]), after[name].equal(during[name])
-        words[name] = "never trained" if is_never else "constant" if is_constant else "changes"
-    return words, after
-
-
-# ---- the page ---------------------------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, dict[str, Any] | None] = {"this Muon": None, "AdamW": ADAMW}
-
-
-def change_rows(title: str, folder: Path) -> str:
-    """Return the lines of the page's first table about a change."""
-    lines = []
-    for name, section in OPTIMIZERS.items():
-        if section and "optimizer" in CHANGES[title].loads:
-            continue  # the change is one of Muon's settings
-        cells = []
-        for stage in range(4):
-            (place := folder / f"{name} {stage}").mkdir(parents=True)
-            cells.append(outcome(CHANGES[title], stage, section is None, place))
-        lines.append(f"| {title} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def event_rows(event: str) -> str:
-    """Return the lines of the page's second table about an event."""
-    lines = []
-    for name, section in OPTIMIZERS.items():
-        stages = [run(through, 2, event=event, optimizer=section, stage=stage)[0][0] for stage in range(4)]
-        for param, kind in KINDS.items():
-            lines.append(f"| {event} | {name}, {kind} | {' | '.join(stage[param] for stage in stages)} |")
-    return "\n".join(lines)
-
-
-def tables(folder: Path) -> tuple[str, str]:
-    """Return both tables of the page."""
-    changes = [change_rows(title, folder / title) for title in CHANGES]
-    heads = (f"| {what} | optimizer | stage 0 | 1 | 2 | 3 |\n|---|---|---|---|---|---|" for what in ("change", "event"))
-    bodies = (changes, map(event_rows, EVENTS))
-    first, second = ("\n".join([head, *body]) for head, body in zip(heads, bodies, strict=True))
-    return first, second
+    return weights

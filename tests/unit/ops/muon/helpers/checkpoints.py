@@ -35,7 +35,6 @@ def optimizer_states(folder: Path, ranks: int) -> list[Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two nested containers hold bitwise equal values."""
     if torch.is_tensor(left):
         return torch.equal(left, right)
     if isinstance(left, dict):

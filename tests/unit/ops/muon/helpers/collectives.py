@@ -64,7 +64,6 @@ def _do_match(calls: Sequence[Call]) -> bool:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record the calls of this process within the context."""
     from torch.distributed import device_mesh, distributed_c10d
 
     log, kind = list[Call](), distributed_c10d.ProcessGroup

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from helpers.checkpoints import error_of
 from helpers.engine_state import differing, snapshot
 from helpers.models import MODELS, Mlp, train_engine
 from helpers.training import ds_config, make_engine
@@ -15,7 +16,6 @@ from helpers.universal import ADAMW
 
 
 def shard(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's optimizer file."""
     return next(folder.glob(f"*zero_pp_rank_{rank}_*optim_states.pt"))
 
 
@@ -87,14 +87,6 @@ def save_foreign(stage: int, root: Path) -> None:
         engine.destroy()
 
 
-def attempt(engine: Any, folder: Path) -> str:
-    try:
-        engine.load_checkpoint(str(folder))
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}".replace(str(folder), "checkpoints")
-    return "loaded"
-
-
 def attempt_all(stage: int, folder: str) -> list[tuple[str, str, list[str], float]]:
     """Load every case; return (title, message, what changed in the engine, loss of the next step) of each."""
     import torch.distributed as dist
@@ -116,7 +108,7 @@ def attempt_all(stage: int, folder: str) -> list[tuple[str, str, list[str], floa
                 DAMAGES[title](copy / "two")
         dist.barrier()
         before, counts = snapshot(engine), (engine.global_steps, engine.skipped_steps)
-        text = attempt(engine, copy)
+        text = error_of(engine.load_checkpoint, str(copy)).replace(str(copy), "checkpoints")
         changed = differing(before, snapshot(engine))
         changed += [] if counts == (engine.global_steps, engine.skipped_steps) else ["step counts"]
         results.append((title, text, changed, train_engine(engine, 1, first_step=2 + number)[0]))

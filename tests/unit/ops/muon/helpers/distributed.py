@@ -91,7 +91,6 @@ class Server:
         return self._process.poll() is None
 
     def fork(self, theirs: Connection, **rank: Any) -> int:
-        """Fork a new rank and return its process id."""
         return self._ask("fork", rank, theirs)
 
     def exit_code(self, pid: int) -> int | None:
@@ -153,7 +152,6 @@ class Rank:
             self.connection.send_bytes(message)
 
     def receive(self) -> Reply:
-        """Return the reply to the last job."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -230,11 +228,10 @@ class Pool:
         for rank, own in zip(self.ranks, kwargs, strict=True):
             rank.send(pickle.dumps(sys.path), pickle.dumps((fn, own)))
 
-    def replies(self, timeout: float, grace: float = GRACE, ranks: list[int] | None = None) -> dict[int, Reply]:
+    def replies(self, timeout: float, grace: float = GRACE) -> dict[int, Reply]:
         """Return rank -> reply, if it comes within `timeout` seconds, or `grace` seconds after the first failure."""
         replies: dict[int, Reply] = {}
-        numbers = range(len(self.ranks)) if ranks is None else ranks
-        waiting: dict[Connection, int] = {self.ranks[number].connection: number for number in numbers}
+        waiting: dict[Connection, int] = {rank.connection: number for number, rank in enumerate(self.ranks)}
         deadline = time.monotonic() + timeout
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))

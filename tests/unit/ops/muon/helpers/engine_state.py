@@ -34,7 +34,6 @@ def owned_tensors(optimizer: Any) -> list[Tensor]:
 
 
 def kept_dtypes(states: Iterable[dict[str, Tensor]]) -> set[torch.dtype]:
-    """Return the dtypes of the momenta in these states."""
     return {state[key].dtype for state in states for key in ("momentum_buffer", "momentum_codes") if key in state}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from helpers import megatron
+from helpers import megatron, tensor_parallel
 from helpers.megatron import ColumnParallelLinear, RowParallelLinear, initialize_parts
 from helpers.models import GLOBAL_BATCH, cross_entropy, initialize_, squares, text, vectors
 from helpers.refusals import Refusal, attempt
@@ -62,26 +62,25 @@ class WithExperts(nn.Module):
     `spread`: DeepSpeed's MoE spreads the experts over ranks; otherwise every rank has all of them.
     """
 
-    def __init__(self, spread: bool, width: int = 11, seed: int = 0) -> None:
+    def __init__(self, spread: bool, width: int = 11) -> None:
         super().__init__()
         self.first = nn.Linear(7, width)
         self.layer = spread_experts(width) if spread else AllExperts(width)
         self.lm_head = nn.Linear(width, 5)
         if not spread:
-            initialize_(self, seed)
+            initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error, a scalar; `inputs` (batch, 7), `targets` (batch, 5)."""
         hidden = torch.tanh(self.first(inputs.to(self.first.weight.dtype)))
         hidden = hidden + self.layer(hidden)[0]
         return squares(self.lm_head(hidden), targets)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def batch(step: int) -> tuple[Tensor, Tensor]:
         return vectors(step, (7,), (5,))
 
 
 def spread_experts(width: int) -> nn.Module:
-    """DeepSpeed's layer of experts."""
     from deepspeed.moe.layer import MoE
 
     return MoE(width, Expert(width), EXPERTS, ep_size=EP, k=1, drop_tokens=False, use_rts=False)
@@ -93,18 +92,16 @@ def global_name(name: str, rank: int) -> str:
     return _LOCAL.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)
 
 
-def spread_model(width: int = 11, seed: int = 0) -> WithExperts:
+def spread_model(width: int = 11) -> WithExperts:
     """Return the model with this rank's experts and the weights of its twin."""
-    net, twin = WithExperts(True, width), WithExperts(False, width, seed).state_dict()
+    net, twin = WithExperts(True, width), WithExperts(False, width).state_dict()
     weights: dict[str, Any] = {name: twin[global_name(name, dist.get_rank())] for name in net.state_dict()}
     net.load_state_dict(weights)
     return net
 
 
 class Mixtral(MixtralForCausalLM):
-    """A tiny Mixtral with two layers."""
-
-    def __init__(self, experts: int = 4, seed: int = 0, key_heads: int = 1) -> None:
+    def __init__(self, experts: int = 4, key_heads: int = 1) -> None:
         config = MixtralConfig(
             vocab_size=VOCAB,
             hidden_size=WIDTH,
@@ -120,10 +117,9 @@ class Mixtral(MixtralForCausalLM):
             use_cache=False,
         )
         super().__init__(config)
-        initialize_(self, seed)
+        initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, summed over time, mean over the batch, a scalar; arguments (batch, time), int64."""
         return cross_entropy(super().forward(input_ids=inputs).logits, targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -131,7 +127,6 @@ class Mixtral(MixtralForCausalLM):
 
 
 def autoep(stage: int, ep: int, **config: Any) -> dict[str, Any]:
-    """A ds_config with AutoEP."""
     from deepspeed.module_inject.auto_ep import AutoEP
 
     # Stock cannot register what records router logits with transformers from 5.20 on; nothing here reads them.
@@ -144,8 +139,6 @@ def autoep(stage: int, ep: int, **config: Any) -> dict[str, Any]:
 
 
 class First(nn.Linear):
-    """Map inputs to the width of the experts."""
-
     def __init__(self) -> None:
         super().__init__(7, WIDTH)
 
@@ -165,8 +158,6 @@ class Mixture(nn.Module):
 
 
 class Last(nn.Module):
-    """The head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lm_head = nn.Linear(WIDTH, 5)
@@ -186,7 +177,7 @@ class Mixed(nn.Sequential):
         if not spread:
             initialize_parts(self, None)
 
-    batch = WithExperts.batch
+    batch = staticmethod(WithExperts.batch)
 
     def __deepcopy__(self, memo: Any) -> "Mixed":
         copy = Mixed()
@@ -194,7 +185,6 @@ class Mixed(nn.Sequential):
         return copy
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss, a scalar."""
         return squares(super().forward(inputs.to(self[0].weight.dtype)), targets)
 
 
@@ -241,16 +231,15 @@ def build_beside(size: int = 1, stages: int = 0, seed: int = 0, cuts_experts: bo
         return [LayerSpec(kind, group) if kind is Mixture else LayerSpec(kind) for kind in LAYERS]
 
     whole = partial(Mixed, spread=True)
-    return megatron.make_parallel_engine(whole, specs, initialize, size, stages, seed, **config)
+    return megatron.make_parallel_engine(whole, specs, Mixed.batch, initialize, size, stages, seed, **config)
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
     """Return name in the whole model -> master weight, of this rank's layers and experts."""
-    return {global_name(name, dist.get_rank() % EP): w for name, w in megatron.whole_weights(engine).items()}
+    return {global_name(name, dist.get_rank() % EP): w for name, w in tensor_parallel.whole_weights(engine).items()}
 
 
 def cut_experts() -> Refusal | None:
-    """Return the refusal of an engine whose marks say that tensor parallelism split experts."""
     return attempt(lambda: build_beside(size=2, cuts_experts=True))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill ranks of a training job at chosen events, restart it, and compare it with an undisturbed run.
 
-Events are points in the training loop, a save, the exchange, the look for gradients, or a swap to NVMe.
+Events are points in the training loop, a save, the exchange, or a swap to NVMe.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,17 +33,15 @@ PARTS = 4
 
 
 class Trap:
-    """Count events by phase; at event `death` = (phase, n) kill this process or, with `stall`, sleep forever."""
+    """Count events by phase, and kill this process at event `death` = (phase, n)."""
 
-    def __init__(self, death: tuple[str, int] | None, stall: bool) -> None:
-        self.death, self.stall, self.counts = death, stall, Counter()
+    def __init__(self, death: tuple[str, int] | None) -> None:
+        self.death, self.counts = death, Counter()
 
     def event(self, phase: str) -> None:
         at = (phase, self.counts[phase])
         self.counts[phase] += 1
         if at == self.death:
-            while self.stall:
-                time.sleep(60)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(self, owner: Any, name: str, phase: str) -> None:
@@ -65,7 +62,6 @@ class Trap:
 
         from deepspeed.muon.exchange.run import BucketBuffers, Exchange
 
-        self.around(Exchange, "largest", "look")
         self.around(Exchange, "_start", "exchange")
         self.around(BucketBuffers, "wait", "exchange")
         self.around(Path, "replace", "save")  # files and latest get their names by it
@@ -94,12 +90,10 @@ def _subclasses(owner: type) -> list[type]:
     return [sub for one in owner.__subclasses__() for sub in (one, *_subclasses(one))]
 
 
-def train(
-    rank: int, folder: Path, case: dict[str, Any], death: tuple[str, int] | None, stall: bool, timeout: float
-) -> None:
-    """Train from `latest` on, save every `EVERY` steps and log every loss; `timeout`: of collectives, in seconds."""
-    join(timeout)
-    trap = Trap(death, stall)
+def train(rank: int, folder: Path, case: dict[str, Any], death: tuple[str, int] | None) -> None:
+    """Train from `latest` on, save every `EVERY` steps and log every loss."""
+    join(TIMEOUT)
+    trap = Trap(death)
     trap.set()
     case = json.loads(json.dumps(case).replace("SWAP", str(folder / "swap")))
     engine = make_engine(MODELS[case.pop("model", "mlp")](), ds_config(**case))
@@ -138,8 +132,8 @@ TIMEOUT = 20.0
 """Seconds of the process group's timeout, within which a rank must end that lost another one."""
 BIND_TIMEOUT = "20"
 """Seconds that the ranks wait for one that dies while its engine is built; rank 0's verdict for twice as long."""
-MARGIN = 40.0
-"""Seconds beside it for starting and training, on a loaded machine."""
+LIMIT = TIMEOUT + 40.0
+"""Seconds for a start: beside the timeout those for starting and training, on a loaded machine."""
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "SWAP", "buffer_count": 4}, "sub_group_size": 200_000}
 
 
@@ -153,40 +147,28 @@ CELLS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 @dataclass
 class Outcome:
-    """Result of one start of the job: exit code by rank, seconds until all had ended, output by rank.
+    """Result of one start of the job: exit code and output by rank.
 
     Codes: 0 finished, -9 killed itself, 1 raised, ``None`` still running when the others or the time had ended.
     """
 
     codes: list[int | None]
-    seconds: float
     output: list[str]
 
 
-def attempt(
-    folder: Path,
-    case: dict[str, Any],
-    deaths: dict[int, tuple[str, int]],
-    stall: bool = False,
-    timeout: float = TIMEOUT,
-) -> Outcome:
-    """Start the job in `folder` once; `deaths`: rank -> (phase, n), the event at which it dies or (`stall`) stops."""
+def attempt(folder: Path, case: dict[str, Any], deaths: dict[int, tuple[str, int]]) -> Outcome:
+    """Start the job in `folder` once; `deaths`: rank -> (phase, n), the event at which it dies."""
     folder.mkdir(parents=True, exist_ok=True)
-    limit = timeout + MARGIN
-    started = time.monotonic()
     pool = Pool(WORLD, {"DS_MUON_BIND_TIMEOUT": BIND_TIMEOUT}, timeout=None)
     try:
-        job = {"folder": folder, "case": case, "stall": stall, "timeout": timeout}
-        jobs = [job | {"rank": rank, "death": deaths.get(rank)} for rank in range(WORLD)]
+        jobs = [{"folder": folder, "case": case, "rank": rank, "death": deaths.get(rank)} for rank in range(WORLD)]
         pool.send(nvme.job, [{"task": train, "arguments": arguments} for arguments in jobs])
-        awaited = [rank for rank in range(WORLD) if not (stall and rank in deaths)]
-        replies = pool.replies(limit, grace=limit, ranks=awaited)
-        seconds = time.monotonic() - started
+        replies = pool.replies(LIMIT, grace=LIMIT)
         codes: list[int | None] = [None] * WORLD
         for rank, (status, _) in replies.items():
             codes[rank] = pool.ranks[rank].exit_code() if status == "ended" else int(status == "error")
         said = {rank: str(reply) for rank, (_, reply) in replies.items()}
-        return Outcome(codes, seconds, [rank.output() + said.get(n, "") for n, rank in enumerate(pool.ranks)])
+        return Outcome(codes, [rank.output() + said.get(n, "") for n, rank in enumerate(pool.ranks)])
     finally:
         pool.close()
 

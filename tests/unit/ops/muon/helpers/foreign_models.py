@@ -14,7 +14,6 @@ WIDTH = 8
 
 
 def module(**children: nn.Module) -> nn.Module:
-    """Return a module with these children and nothing else."""
     parent = nn.Module()
     for name, child in children.items():
         parent.add_module(name, child)
@@ -22,7 +21,6 @@ def module(**children: nn.Module) -> nn.Module:
 
 
 def nested(path: str, child: nn.Module) -> nn.Module:
-    """Return a module with nothing but the child under this dotted path."""
     for part in reversed(path.split(".")):
         child = module(**{part: child})
     return child
@@ -66,8 +64,6 @@ def splits(model: nn.Module, **options: Any) -> dict[str, str]:
 
 
 class Swiglu(nn.Module):
-    """Llama's MLP."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = linear(), linear(), linear(2 * WIDTH, WIDTH)
@@ -92,9 +88,9 @@ class Gpt(nn.Module):
 class Adapted(nn.Module):
     """A frozen linear layer with two factors, named as in a library."""
 
-    def __init__(self, down: str, up: str, rank: int = 2) -> None:
+    def __init__(self, down: str, up: str) -> None:
         super().__init__()
         self.base_layer = nn.Linear(8, 12)
         self.base_layer.requires_grad_(False)
-        self.add_module(down, nn.Linear(8, rank, bias=False))
-        self.add_module(up, nn.Linear(rank, 12, bias=False))
+        self.add_module(down, nn.Linear(8, 2, bias=False))
+        self.add_module(up, nn.Linear(2, 12, bias=False))

@@ -132,7 +132,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def offloads() -> st.SearchStrategy[dict[str, Any]]:
-    """Return allowed sections `offload_optimizer`."""
     extras = {"pin_memory": st.booleans(), "ratio": st.just(1.0), "fast_init": st.booleans()}
     return st.fixed_dictionaries({"device": st.sampled_from(["none", "cpu"])}, optional=extras)
 
@@ -218,7 +217,6 @@ STOCK_MUON = {"muon_lr", "adam_lr"}
 
 
 def keys_given(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that have a value."""
     return {key: value for key, value in config["params"].items() if value is not None}
 
 

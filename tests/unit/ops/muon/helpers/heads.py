@@ -21,7 +21,6 @@ LABELS = (7, 11)
 
 
 def task_classes() -> Iterator[str]:
-    """Yield the names of transformers' classes of models for a task."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     tables = [getattr(auto, name) for name in dir(auto) if re.fullmatch(r"MODEL_FOR_\w+MAPPING_NAMES", name)]
     entries = [entry for table in tables for entry in table.values()]

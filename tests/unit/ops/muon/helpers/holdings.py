@@ -42,7 +42,6 @@ def holdings(models: list[nn.Module]) -> dict[str, int]:
 
 
 def hooks(model: nn.Module) -> int:
-    """Return how many hooks the modules of a model have."""
     registries = [
         value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks")
     ]

@@ -22,21 +22,17 @@ STAGES = ("0", "1", "3", "bf16")
 class Part:
     """A partition: for each of its ranks the shards, and its view of the plan.
 
-    ``copied``: whether several ranks of a tensor-parallel group have the same matrix.
     ``limit``: the most elements of a bucket. ``staged``: whether shards are in host memory.
     """
 
     shards: list[list[Shard]]
     views: list[Plan]
-    copied: bool
     limit: int
     staged: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all partitions of a job have in common."""
-
     stage: str
     #: Number of data-parallel ranks, and of tensor-parallel ranks.
     data: int
@@ -135,7 +131,6 @@ def _part(
     return Part(
         shards=shards,
         views=views,
-        copied=len(placements) > 1 and any(spec.sharding is None for spec in specs),
         staged=settings.staged,
         limit=max(1, settings.bucket_bytes // COST.bytes_per_element),
     )

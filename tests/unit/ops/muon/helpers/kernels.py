@@ -49,7 +49,6 @@ def native_bf16() -> bool:
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    """Return normal random numbers, the same on every call."""
     return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
 
 
@@ -60,7 +59,6 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch have so many threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -166,13 +164,13 @@ def near_identity(like: Symmetric, factor: float, power: int) -> Symmetric:
     return cpp_kernels.Apart((matrix - torch.diag_embed(diagonal)).to(rest.dtype), diagonal.float())
 
 
-def assert_is(actual: Symmetric, expected: Tensor, tolerance: float, diagonal: float = 2e-6) -> None:
+def assert_is(actual: Symmetric, expected: Tensor, tolerance: float) -> None:
     """Check all parts: a diagonal that is apart is right to fp32, and the rest is zero there."""
     scale, rest = expected.abs().amax().item(), parts(actual)[0]
     if isinstance(actual, cpp_kernels.Apart):
         apart = expected.diagonal(dim1=-2, dim2=-1)
         assert not rest.diagonal(dim1=-2, dim2=-1).any()
-        assert relative(actual.diagonal, apart) <= diagonal
+        assert relative(actual.diagonal, apart) <= 2e-6
         expected = expected - torch.diag_embed(apart)
     assert not expected.any() or relative(rest, expected) <= tolerance
     torch.testing.assert_close(rest.double(), expected, rtol=2 * tolerance, atol=2 * tolerance * scale)
@@ -201,7 +199,6 @@ def check_product(kernels: KernelSet, like: Symmetric, same: bool, tolerance: fl
 
 
 def check_multiply(kernels: KernelSet, x: Tensor, like: Symmetric, tolerance: float) -> None:
-    """Compare ``p x + shift x`` with fp64."""
     p, kept = near_identity(like, 3.0, 1), x.clone()
     for shift in (0.0, -2.5):
         out = torch.full_like(x, torch.nan)

@@ -39,15 +39,13 @@ CONFIGS: dict[str, Any] = {
 class Language(nn.Module):
     """Several models of transformers side by side; the loss is the sum of theirs."""
 
-    def __init__(self, *kinds: str, seed: int = 0) -> None:
+    def __init__(self, *kinds: str) -> None:
         super().__init__()
         made = {kind: transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]) for kind in kinds}
         self.models = nn.ModuleDict(made)
-        self.seed = seed
-        initialize_(self, seed)
+        initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, summed over time, mean over the batch; arguments (batch, time), int64."""
         logits = [model(input_ids=inputs, use_cache=False).logits for model in self.models.values()]
         return torch.stack([cross_entropy(each, targets) for each in logits]).sum()
 
@@ -68,7 +66,6 @@ class GatedExperts(nn.Module):
         self.equations = ("bi,eio->beo", "beo,eoi->bi") if is_transposed else ("bi,eoi->beo", "beo,eio->bi")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map (batch, WIDTH) to (batch, WIDTH)."""
         gate, up = torch.einsum(self.equations[0], hidden, self.gate_up_proj).chunk(2, dim=-1)
         return torch.einsum(self.equations[1], F.silu(gate) * up, self.down_proj)
 
@@ -76,11 +73,11 @@ class GatedExperts(nn.Module):
 class Layouts(Language):
     """A model with every layout of fused weights."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__("gpt2", "gpt_neox", "phi3")
         self.first_experts, self.second_experts = GatedExperts(False), GatedExperts(True)
         self.attention = nn.MultiheadAttention(WIDTH, 3, bias=False)
-        initialize_(self, seed)
+        initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss plus the squares of what experts and attention make of one-hot inputs, per sample."""
@@ -94,7 +91,7 @@ class Layouts(Language):
 class Adapters(nn.Module):
     """Frozen layers with low-rank adapters of rank 3, and 4 frozen experts whose adapters of rank 2 PEFT would pack."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         for index, (inputs, outputs) in enumerate(((7, 11), (11, 13))):
             adapted = nn.Module()
@@ -105,12 +102,11 @@ class Adapters(nn.Module):
         self.experts.num_experts = 4
         self.experts.lora_A, self.experts.lora_B = nn.Linear(13, 4 * 2, bias=False), nn.Linear(4 * 2, 13, bias=False)
         self.head = nn.Linear(13, 5)
-        initialize_(self, seed)
+        initialize_(self, 0)
         for layer in (self.layer0, self.layer1):
             layer.base.requires_grad_(False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean squared error; `inputs` (batch, 7), `targets` (batch, 5)."""
         hidden = inputs.to(self.head.weight.dtype)
         for layer in (self.layer0, self.layer1):
             hidden = torch.tanh(layer.base(hidden) + layer.lora_B(layer.lora_A(hidden)))

@@ -84,7 +84,6 @@ def current_stream() -> torch.Stream:
 
 @contextmanager
 def on(stream: torch.Stream) -> Iterator[None]:
-    """Queue the operations of the context on a stream."""
     outer = current_stream()
     torch.accelerator.set_stream(stream)
     try:
@@ -128,8 +127,6 @@ def poor() -> Iterator[None]:
 
 
 class LateAccelerator(CPU_Accelerator):
-    """DeepSpeed's view of the device."""
-
     def __init__(self) -> None:
         super().__init__()
         self._name = self._communication_backend_name = NAME
@@ -224,7 +221,6 @@ def _library() -> Any:
 
 
 def call_on(stream: torch.Stream, function: Callable[[], None]) -> None:
-    """Queue a call of ``function`` on a stream."""
     _calls[number := next(_numbers)] = function
     _library().late_call(ctypes.c_int64(stream.stream_id), _run_call, ctypes.c_int64(number))
 
@@ -237,7 +233,6 @@ class Handle(dist.Work):
         self._event = stream.record_event()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make the current stream wait."""
         if _failures:
             raise _failures.pop()
         current_stream().wait_event(self._event)
@@ -295,8 +290,6 @@ for _name in _BY_TORCH:
 
 
 def make_group(store: Any, rank: int, size: int, timeout: Any) -> Group:
-    """Return the process group of torch's backend ``late``."""
-
     def gloo(name: str) -> dist.ProcessGroup:
         prefixed = dist.PrefixStore(name, store)
         group = dist.ProcessGroup(prefixed, rank, size)

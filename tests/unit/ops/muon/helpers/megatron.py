@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import ColumnParallel, RowParallel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,35 +17,6 @@ from helpers.models import GLOBAL_BATCH, halve, squares, vectors
 from helpers.training import ds_config, make_engine
 
 INPUTS, WIDTH, HEADS, INNER, OUTPUTS, TIME = 7, 12, 4, 10, 5, 4
-
-
-class _Copy(torch.autograd.Function):
-    """Pass activations to all ranks of a group; sum their gradients in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class _Sum(torch.autograd.Function):
-    """Sum activations over the ranks of a group; pass gradients through."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        hidden = hidden.contiguous().clone()
-        dist.all_reduce(hidden, group=group)
-        return hidden
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def _part(count: int, group: Any) -> int:
@@ -67,8 +39,7 @@ class ColumnParallelLinear(nn.Module):
             _mark(param, 0, stride)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden if self.group is None else _Copy.apply(hidden, self.group)
-        return F.linear(hidden, self.weight, self.bias)
+        return F.linear(ColumnParallel.apply(self.group, hidden), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -82,8 +53,7 @@ class RowParallelLinear(nn.Module):
         _mark(self.weight, 1, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        mine = F.linear(hidden, self.weight)
-        return (mine if self.group is None else _Sum.apply(mine, self.group)) + self.bias
+        return RowParallel.apply(self.group, F.linear(hidden, self.weight), False) + self.bias
 
 
 class ParallelBlock(nn.Module):
@@ -113,8 +83,6 @@ class ParallelBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """A norm and the head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -145,14 +113,11 @@ class Stack(nn.Sequential):
         return copy
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss, a scalar."""
         return squares(super().forward(inputs.to(self[0].weight.dtype)), targets)
 
-    batch = staticmethod(lambda step: batch(step))
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    return vectors(step, (TIME, INPUTS), (TIME, OUTPUTS))
+    @staticmethod
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        return vectors(step, (TIME, INPUTS), (TIME, OUTPUTS))
 
 
 def initialize_parts(model: nn.Module, group: Any) -> None:
@@ -190,27 +155,6 @@ class Mpu:
         return lambda: answers[rest]
 
 
-def whole_weights(engine: Any) -> dict[str, Tensor]:
-    """Return name -> whole master weight of this rank's layers, joined over the model-parallel ranks."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    found, group = {}, engine.model_group
-    for name, param in engine.module.named_parameters():
-        is_plain = engine.optimizer is engine.basic_optimizer
-        mine = param.detach().clone() if is_plain else safe_get_full_fp32_param(param).detach().clone()
-        shards: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(shards, mine, group=group)
-        if not hasattr(param, "partition_dim"):
-            is_expert = not getattr(param, "allreduce", True)
-            assert is_expert or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
-            found[name] = mine
-            continue
-        pieces = [shard.chunk(param.partition_stride, dim=param.partition_dim) for shard in shards]
-        turns = zip(*pieces, strict=True)
-        found[name] = torch.cat([piece for turn in turns for piece in turn], dim=param.partition_dim)
-    return found
-
-
 def build(size: int = 2, stages: int = 0, seed: int = 0, first: str = "model", **config: Any) -> Any:
     """Return an engine of `LAYERS` with `size` model-parallel ranks; of a pipeline if there are `stages`."""
     from deepspeed.pipe import LayerSpec
@@ -218,12 +162,13 @@ def build(size: int = 2, stages: int = 0, seed: int = 0, first: str = "model", *
     def specs(group: Any) -> list[Any]:
         return [LayerSpec(layer[0], *_arguments(layer, group)) for layer in LAYERS]
 
-    return make_parallel_engine(Stack, specs, initialize_parts, size, stages, seed, first, **config)
+    return make_parallel_engine(Stack, specs, Stack.batch, initialize_parts, size, stages, seed, first, **config)
 
 
 def make_parallel_engine(
     whole: Callable[[Any], nn.Module],
     specs: Callable[[Any], list[Any]],
+    batch: Callable[[int], tuple[Tensor, Tensor]],
     initialize: Callable[[nn.Module, Any], None],
     size: int,
     stages: int,
@@ -245,6 +190,7 @@ def make_parallel_engine(
 
         topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=size, num_dp=copies)
         net = PipelineModule(specs(group), topology=topology, loss_fn=squares, partition_method="uniform")
+        net.batch = batch
         settings |= {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // (2 * copies), "gradient_accumulation_steps": 2}
     else:
         net = whole(group)
@@ -253,16 +199,3 @@ def make_parallel_engine(
     engine = make_engine(halve(net, seed), settings, model_parameters=list(net.parameters()), **given)
     engine.model_group = mpu.groups["model"]
     return engine
-
-
-def train_step(engine: Any, batch: tuple[Tensor, Tensor]) -> None:
-    """Take a step on a global batch, of which ranks of one model copy get equal shares; a pipeline in two parts."""
-    grid = engine.grid if engine.pipeline_parallelism else engine.mpu
-    share = [part.chunk(grid.get_data_parallel_world_size())[grid.get_data_parallel_rank()] for part in batch]
-    if engine.pipeline_parallelism:
-        dtype = next(engine.module.parameters()).dtype
-        micro = zip(*(part.chunk(2) for part in share), strict=True)
-        engine.train_batch((inputs.to(dtype), targets) for inputs, targets in micro)
-    else:
-        engine.backward(engine(*share))
-        engine.step()

@@ -7,7 +7,7 @@ over ranks and micro-steps in any way without changing the average. The global g
 steps lie above 1, so that clipping at 1 acts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -47,7 +47,6 @@ def initialize_(model: nn.Module, seed: int) -> None:
 
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error."""
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     return F.mse_loss(outputs.to(dtype), targets.to(dtype))
 
@@ -92,7 +91,6 @@ class Mlp(nn.Module):
         tied: Sequence[tuple[int, int]] = (),
         frozen: Sequence[int] = (),
         unused: tuple[int, int] | None = None,
-        seed: int = 0,
     ) -> None:
         super().__init__()
         self.widths = tuple(widths)
@@ -100,13 +98,12 @@ class Mlp(nn.Module):
         for first, second in tied:
             self.layers[second].weight = self.layers[first].weight
         self.unused = nn.Linear(*unused) if unused else None
-        initialize_(self, seed)
+        initialize_(self, 0)
         for index in frozen:
             self.layers[index].requires_grad_(False)
         without_head_(self)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error, a scalar; `inputs` (batch, widths[0]), `targets` (batch, widths[-1])."""
         hidden = inputs.to(self.layers[0].weight.dtype)
         for layer in self.layers[:-1]:
             hidden = torch.tanh(layer(hidden))
@@ -138,35 +135,36 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 2 * width + 5)
         self.down = nn.Linear(2 * width + 5, width)
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        batch, time, width = hidden.shape
-        qkv = self.qkv(self.attention_norm(hidden)).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
+        qkv = self.qkv(self.attention_norm(hidden)).unflatten(-1, (3, self.heads, -1))
+        hidden = hidden + self.proj(self.attend(*qkv.unbind(2)).flatten(2))
         return hidden + self.down(torch.tanh(self.up(self.mlp_norm(hidden))))
 
 
 class TinyGpt(nn.Module):
     """Token and position embeddings, 2 blocks and a head, which `tied` shares with the token embedding."""
 
-    def __init__(
-        self, vocab: int = 19, width: int = 12, heads: int = 2, time: int = 6, tied: bool = False, seed: int = 0
-    ) -> None:
+    vocab, width, time = 19, 12, 6
+
+    def __init__(self, tied: bool = False, seed: int = 0) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab, width)
-        self.positions = nn.Embedding(time, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
-        self.norm = nn.LayerNorm(width)
-        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.tokens = nn.Embedding(self.vocab, self.width)
+        self.positions = nn.Embedding(self.time, self.width)
+        self.blocks = nn.ModuleList(Block(self.width, 2) for _ in range(2))
+        self.norm = nn.LayerNorm(self.width)
+        self.lm_head = nn.Linear(self.width, self.vocab, bias=False)
         if tied:
             self.lm_head.weight = self.tokens.weight
-        self.vocab, self.time = vocab, time
         initialize_(self, seed)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, summed over time, mean over the batch, a scalar; arguments (batch, time), int64."""
-        hidden = self.tokens(inputs) + self.positions(torch.arange(self.time, device=inputs.device))
+    def forward(self, inputs: Tensor, targets: Tensor, first: int = 0) -> Tensor:
+        """Cross-entropy, summed over time, which begins at `first`, mean over the batch; (batch, time), int64."""
+        times = torch.arange(first, first + inputs.shape[1], device=inputs.device)
+        hidden = self.tokens(inputs) + self.positions(times)
         for block in self.blocks:
             hidden = block(hidden)
         return cross_entropy(self.lm_head(self.norm(hidden)), targets)
@@ -210,7 +208,7 @@ class Fused(nn.Module):
     `conv`: (5, 2, 3, 3), a matrix 5 x 18.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 5, 3)
         self.qkv = nn.Linear(80, 16)
@@ -218,10 +216,9 @@ class Fused(nn.Module):
         self.grouped = nn.Linear(12, 24)
         self.experts = Experts(3, 24, 6)
         self.lm_head = nn.Linear(6, 5)
-        initialize_(self, seed)
+        initialize_(self, 0)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error, a scalar; `inputs` (batch, 2, 6, 6), `targets` (batch, 5)."""
         hidden = torch.tanh(self.conv(inputs.to(self.conv.weight.dtype))).flatten(1)
         for layer in (self.qkv, self.c_attn, self.grouped, self.experts):
             hidden = torch.tanh(layer(hidden))
@@ -342,16 +339,30 @@ def make_batch(
     return inputs, targets
 
 
-def train_engine(engine: Any, steps: int, first_step: int = 0) -> list[float]:
-    """Train an engine on its shares of `steps` global batches; return the losses of its micro-steps."""
+def shares(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the micro-batches of this rank's copy of the model, inputs in the dtype of its weights."""
     import torch.distributed as dist
 
-    rank, world, accumulation = dist.get_rank(), dist.get_world_size(), engine.gradient_accumulation_steps()
+    group, accumulation = engine.data_parallel_group, engine.gradient_accumulation_steps()
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    dtype = next(engine.module.parameters()).dtype
+    for micro in range(accumulation):
+        inputs, targets = make_batch(engine.module, step, micro, rank, world, accumulation)
+        yield inputs.to(engine.device, dtype if inputs.is_floating_point() else None), targets.to(engine.device)
+
+
+def train_engine(engine: Any, steps: int, first_step: int = 0) -> list[float]:
+    """Train an engine on its shares of `steps` global batches; return the losses of its micro-steps.
+
+    Ranks that share a copy of the model get the same. A pipeline returns no losses.
+    """
     losses = []
     for step in range(first_step, first_step + steps):
-        for micro in range(accumulation):
-            share = make_batch(engine.module, step, micro, rank, world, accumulation)
-            loss = engine(*(part.to(engine.device) for part in share))
+        if engine.pipeline_parallelism:
+            engine.train_batch(shares(engine, step))
+            continue
+        for share in shares(engine, step):
+            loss = engine(*share)
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())

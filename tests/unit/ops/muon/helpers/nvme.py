@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from helpers import distributed
 from helpers.engine_state import master_weights
 from helpers.extensions import ASYNC_IO
-from helpers.models import GLOBAL_BATCH, full_weights, initialize_, without_head_
+from helpers.models import GLOBAL_BATCH, full_weights, initialize_, squares, without_head_
 from helpers.training import ds_config, make_engine
 
 SUB_GROUP = 200_000
@@ -39,14 +39,10 @@ class Wide(nn.Module):
         without_head_(self)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error, a scalar; `inputs` (batch,), int64, `targets` (batch, 12)."""
         hidden = torch.tanh(self.down(torch.tanh(self.up(self.tokens(inputs)))))
-        outputs = self.last(torch.tanh(self.narrow(hidden)))
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return F.mse_loss(outputs, targets.to(outputs.dtype))
+        return squares(self.last(torch.tanh(self.narrow(hidden))), targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs (GLOBAL_BATCH,), int64, targets (GLOBAL_BATCH, 12) from N(0, 16), float32."""
         generator = torch.Generator().manual_seed(1000 + step)
         inputs = torch.randint(1024, (GLOBAL_BATCH,), generator=generator)
         return inputs, 4 * torch.randn(GLOBAL_BATCH, 12, generator=generator)
@@ -62,13 +58,10 @@ class WideAttention(Wide):
         initialize_(self, seed)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean squared error, as in :class:`Wide`."""
         hidden = self.tokens(inputs)
         query, key, value = self.qkv(hidden).view(-1, 3, self.heads, 128).permute(1, 2, 0, 3)[:, None]
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden.shape)
-        outputs = self.last(torch.tanh(self.narrow(hidden + mixed)))
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return F.mse_loss(outputs, targets.to(outputs.dtype))
+        return squares(self.last(torch.tanh(self.narrow(hidden + mixed))), targets)
 
 
 def run(fn: Callable[..., Any], world_size: int, fresh: bool = False, **kwargs: Any) -> list[Any]:
@@ -77,7 +70,6 @@ def run(fn: Callable[..., Any], world_size: int, fresh: bool = False, **kwargs: 
 
 
 def job(task: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call `task(**arguments)` on a rank, as :func:`run` does."""
     with nullcontext() if ASYNC_IO else instead_of_async_io():
         return task(**arguments)
 
@@ -107,7 +99,6 @@ def nvme_config(
 
 
 def nvme_engine(seed: int = 0, unused: bool = False, attention: bool = False, **config: Any) -> Any:
-    """Return an engine for one of the wide models."""
     return make_engine((WideAttention if attention else Wide)(seed, unused), nvme_config(**config))
 
 
@@ -118,7 +109,6 @@ def files_of(folder: str, rank: int) -> dict[str, int]:
 
 
 def weights_of(engine: Any) -> dict[str, Tensor]:
-    """Return copies of the model's weights and the master weights, by name."""
     masters = {f"{name} master": weight for name, weight in master_weights(engine).items()}
     return full_weights(engine.module) | masters
 
@@ -146,21 +136,17 @@ class Handle:
         return buffer
 
     def free_cpu_locked_tensor(self, buffer: Tensor) -> bool:
-        """Take a buffer back."""
         before = len(self._locked)
         self._locked = [place for place in self._locked if place[0] != buffer.data_ptr()]
         return len(self._locked) < before
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in one of the buffers."""
         return any(start <= tensor.data_ptr() < stop for start, stop in self._locked)
 
     def async_pread(self, tensor: Tensor, path: str, offset: int) -> int:
-        """Submit a read of a file into a tensor of the same size."""
         return self._submit(_read, tensor, path, offset)
 
     def async_pwrite(self, tensor: Tensor, path: str, offset: int) -> int:
-        """Submit a write of a tensor to a file."""
         return self._submit(_write, tensor, path, offset)
 
     def wait(self) -> int:
@@ -187,7 +173,6 @@ def _write(tensor: Tensor, path: str) -> None:
 
 @contextmanager
 def instead_of_async_io() -> Iterator[None]:
-    """Make DeepSpeed use this handle within the context."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     with pytest.MonkeyPatch.context() as patch:

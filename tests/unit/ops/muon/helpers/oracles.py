@@ -51,7 +51,7 @@ def newton_schulz_fp64(matrix: Tensor, coefficients: Coefficients = QUINTIC) -> 
 
 @dataclass(frozen=True)
 class OracleConfig:
-    """Hyperparameters; `schedule(step)` is a factor of both learning rates, `clip` 0 turns clipping off.
+    """Hyperparameters; `clip` 0 turns clipping off.
 
     `before` and `after` change what `orthogonalize` is given and what it returns, as matrices of (outputs, inputs);
     `output_axis` is where the outputs of the weights lie. `observe` sees the model and the batch before an update and
@@ -76,7 +76,6 @@ class OracleConfig:
     decoupled: bool = True
     clip: float = 0.0
     gradient_factor: float = 1.0
-    schedule: Callable[[int], float] = lambda step: 1.0
     varying: Callable[[int], dict[str, float]] = lambda step: {}
     observe: Callable[[nn.Module, tuple[Tensor, ...]], Callable[[], None]] = lambda model, batch: lambda: None
 
@@ -111,7 +110,7 @@ def clipped(gradients: dict[str, Tensor], clip: float) -> tuple[dict[str, Tensor
 
 
 def muon_update(
-    weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, cfg: OracleConfig, memory: Memory | None = None
+    weight: Tensor, gradient: Tensor, momentum: Tensor, cfg: OracleConfig, memory: Memory | None = None
 ) -> None:
     """One step of Muon on `weight` and `momentum` (rows, columns) in place."""
     axes = (1, 0) if cfg.output_axis else (0, 1)
@@ -124,14 +123,13 @@ def muon_update(
     decay = cfg.weight_decay * weight
     if cfg.cautious:
         decay = decay * (direction * weight >= 0)
-    weight.sub_(lr * (direction + decay))
+    weight.sub_(cfg.lr * (direction + decay))
 
 
 def muon_update_of_parts(
     weight: Tensor,
     gradient: Tensor,
     momentum: Tensor,
-    lr: float,
     cfg: OracleConfig,
     parts: Sequence[Part],
     memories: Sequence[Memory],
@@ -141,14 +139,12 @@ def muon_update_of_parts(
         if not gradient.reshape(-1)[part].any():
             continue
         matrices = [tensor.reshape(-1)[part] for tensor in (weight, gradient, momentum)]
-        muon_update(*matrices, lr, cfg, memory)
+        muon_update(*matrices, cfg, memory)
         weight.reshape(-1)[part] = matrices[0]
         momentum.reshape(-1)[part] = matrices[2]
 
 
-def adam_update(
-    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, count: int, lr: float, cfg: OracleConfig
-) -> None:
+def adam_update(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, count: int, cfg: OracleConfig) -> None:
     """Step number `count` (from 1) of AdamW on `weight` and its moments `first` and `second`, in place."""
     beta1, beta2 = cfg.betas
     decay = cfg.adam_weight_decay if cfg.decoupled else 0.0
@@ -156,8 +152,8 @@ def adam_update(
     first.copy_(beta1 * first + (1 - beta1) * gradient)
     second.copy_(beta2 * second + (1 - beta2) * gradient.square())
     denominator = (second / (1 - beta2**count)).sqrt() + cfg.eps
-    weight.mul_(1 - lr * decay)
-    weight.sub_(lr * first / (1 - beta1**count) / denominator)
+    weight.mul_(1 - cfg.adam_lr * decay)
+    weight.sub_(cfg.adam_lr * first / (1 - beta1**count) / denominator)
 
 
 def _copies(params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -170,12 +166,11 @@ def train_oracle(
     steps: int,
     routing: dict[str, str],
     cfg: OracleConfig = OracleConfig(),
-    dtype: torch.dtype = torch.float64,
     special: Mapping[str, OracleConfig] = MappingProxyType({}),
     parts: Mapping[str, Sequence[Part]] = MappingProxyType({}),
     frozen: Callable[[int], Collection[str]] = lambda step: (),
 ) -> OracleResult:
-    """Train a copy of `model` in `dtype`; step `s` of `steps` takes the mean loss `model(*batches(s))`.
+    """Train a copy of `model` in float64; step `s` of `steps` takes the mean loss `model(*batches(s))`.
 
     `routing` names exactly the trainable parameters; `special` holds hyperparameters by name, where they differ, and
     `parts` the matrices of parameters that are not one matrix. `frozen` names the parameters that take no gradient in a
@@ -183,7 +178,7 @@ def train_oracle(
     A parameter without gradient counts as one with a zero gradient, as it does in DeepSpeed's flat buffers. A matrix
     whose gradient is zero is left alone.
     """
-    model = copy.deepcopy(model).to(dtype)
+    model = copy.deepcopy(model).double()
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert routing.keys() == params.keys(), routing.keys() ^ params.keys()
     momentum, second_moment = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))
@@ -196,12 +191,12 @@ def train_oracle(
         gradients, norm = clipped(gradients, cfg.clip)
         result.losses.append(loss.item())
         result.norms.append(norm)
-        factor, finish = cfg.schedule(step), cfg.observe(model, batches(step))
+        finish = cfg.observe(model, batches(step))
         with torch.no_grad():
             for name, param in params.items():
                 own = special.get(name, cfg)
                 own = replace(own, **own.varying(step))
-                state = param, gradients[name], momentum[name], own.lr * factor, own
+                state = param, gradients[name], momentum[name], own
                 if name in parts:
                     muon_update_of_parts(*state, parts[name], memories[name])
                 elif routing[name] == "muon":
@@ -209,7 +204,7 @@ def train_oracle(
                         muon_update(*state, memories[name][0])
                 else:
                     moments = momentum[name], second_moment[name]
-                    adam_update(param, gradients[name], *moments, step + 1, own.adam_lr * factor, own)
+                    adam_update(param, gradients[name], *moments, step + 1, own)
             finish()
     result.weights = _copies(params)
     return result

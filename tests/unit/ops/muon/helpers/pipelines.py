@@ -2,7 +2,7 @@
 """Small models as DeepSpeed pipelines, and as whole modules with the same names and values for the oracle."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers.models import GLOBAL_BATCH, Block, cross_entropy, make_batch, squares, text, vectors
-from helpers.training import ds_config, fp32_weights
+from helpers.models import GLOBAL_BATCH, Block, cross_entropy, squares, text, vectors
+from helpers.training import ds_config
 
 VOCAB, WIDTH, TIME = 19, 12, 6
 TIED = "embed"
@@ -37,20 +37,6 @@ class Positions(nn.Module):
         return hidden + self.table(torch.arange(TIME, device=hidden.device))
 
 
-class Norm(nn.LayerNorm):
-    """A LayerNorm."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-
-class Head(nn.Linear):
-    """The output head, a linear layer; in a pipeline its name is a number."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, VOCAB, bias=False)
-
-
 @dataclass(frozen=True)
 class Layer:
     """A layer of a pipeline. `key`: layers with the same key share weights; `forward`: replaces the module's own."""
@@ -61,7 +47,6 @@ class Layer:
     forward: Callable[[nn.Module, Tensor], Tensor] | None = None
 
     def make(self) -> nn.Module:
-        """The module."""
         return self.kind(*self.args)
 
 
@@ -69,8 +54,9 @@ def gpt(tied: bool) -> list[Layer]:
     """Return embedding, positions, two blocks, norm, head. The first of two uniform stages ends with a block."""
     key = TIED if tied else None
     embedding = Layer(nn.Embedding, (VOCAB, WIDTH), key)
-    head = replace(embedding, forward=_like_head) if tied else Layer(Head)
-    return [embedding, Layer(Positions), Layer(Block, (WIDTH, 2)), Layer(Block, (WIDTH, 2)), Layer(Norm), head]
+    head = replace(embedding, forward=_like_head) if tied else Layer(nn.Linear, (WIDTH, VOCAB, False))
+    blocks = [Layer(Block, (WIDTH, 2))] * 2
+    return [embedding, Layer(Positions), *blocks, Layer(nn.LayerNorm, (WIDTH,)), head]
 
 
 def late() -> list[Layer]:
@@ -127,14 +113,12 @@ class Whole(nn.Module):
         return copy
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss, a scalar."""
         hidden = inputs.to(next(self.parameters()).dtype) if inputs.is_floating_point() else inputs
         for layer, forward in self.run:
             hidden = layer(hidden) if forward is None else forward(layer, hidden)
         return self.loss(hidden, targets)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The global batch of a step."""
         return batch(self.name, step)
 
 
@@ -161,26 +145,10 @@ def make_pipeline(name: str, stages: int, **options: Any) -> Any:
     return net
 
 
-def pipeline_config(stages: int, micro_batches: int = 2, **config: Any) -> dict[str, Any]:
-    """Return a ds_config for the ranks of this job."""
+def pipeline_config(stages: int, **config: Any) -> dict[str, Any]:
+    """Return a ds_config with two micro-batches for the ranks of this job."""
     import torch.distributed as dist
 
-    config = ds_config(stage=config.pop("stage", 1), **config)
-    rows = GLOBAL_BATCH * stages // (dist.get_world_size() * micro_batches)
-    return config | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": micro_batches}
-
-
-def shares(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the micro-batches of this rank's pipeline."""
-    grid, count = engine.grid, engine.micro_batches
-    for micro in range(count):
-        inputs, targets = make_batch(engine.module, step, micro, grid.data_parallel_id, grid.data_parallel_size, count)
-        dtype = next(engine.module.parameters()).dtype
-        yield (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
-
-
-def everything(engine: Any) -> dict[str, Tensor]:
-    """Return name -> copy of each master weight and state of this rank."""
-    states = engine.basic_optimizer.state.values()
-    kept = {f"{i} {key}": value.clone() for i, state in enumerate(states) for key, value in state.items()}
-    return fp32_weights(engine) | kept
+    rows = GLOBAL_BATCH * stages // (dist.get_world_size() * 2)
+    config = ds_config(**{"stage": 1} | config)
+    return config | {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": 2}

@@ -37,12 +37,8 @@ def counted_cost(ns_method: str, *how: Any) -> CostModel:
     return GroupSpec(use_muon=True, specs=(), ns_method=ns_method).cost_model(*how)
 
 
-def cubic_cost(factor: float = 20.0, flops_per_byte: float = 200.0, device_type: str = "cpu") -> CostModel:
-    """Return a cost model in which a matrix costs factor x larger side x smaller side^2 operations."""
-    return CostModel(lambda rows, cols: factor * min(rows, cols) ** 2 * max(rows, cols), flops_per_byte, 2, device_type)
-
-
-COST = cubic_cost()
+COST = CostModel(lambda rows, cols: 20.0 * min(rows, cols) ** 2 * max(rows, cols), 200.0, 2, "cpu")
+"""A matrix costs 20 x larger side x smaller side^2 operations."""
 
 
 def whole(rows: int, cols: int) -> tuple[Block, ...]:

@@ -110,21 +110,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "comment": {"_comment": "from a public repository", "vocabulary_size": None, "compile": {"deepcompile": False}},
     "topology": {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}},
     "managed": {"managed_gradient_accumulation": True, "weight_quantization": OFF},
-    "sparse attention": {"sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 4}},
     "experts": {"use_data_before_expert_parallelism": False},
-}
-#: Sections that files still have, although DeepSpeed 0.19.8 refuses them with every optimizer, on or off.
-REMOVED: dict[str, dict[str, Any]] = {
-    "curriculum": {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}},
-    "layer drop": {"progressive_layer_drop": {"enabled": False, "theta": 0.5, "gamma": 0.001}},
-    "eigenvalue": {"eigenvalue": {"enabled": False, "verbose": False, "max_iter": 100, "tol": 1e-2}},
-    "sparse gradients": {"sparse_gradients": True},
-    "Apex": {"amp": {"enabled": True, "opt_level": "O1"}},
-    "elasticity": {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}},
-    "compression": {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
-    "quantize": {"quantize_training": {"enabled": True}},
-    "nebula": {"nebula": {"enabled": True, "persistent_storage_path": "/foo"}},
-    "graph harvesting": {"graph_harvesting": True},
 }
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: Batch sizes.

@@ -25,7 +25,6 @@ def monitored(folder: str, interval: int, params: Mapping[str, Any] = {}, **extr
 
 
 def records(folder: Path) -> Records:
-    """Return the records that a run wrote to the folder."""
     found = {}
     for file in sorted((folder / "run").glob("Train_Muon_*.csv")):
         with file.open() as lines:

@@ -3,13 +3,10 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
-from helpers.models import GLOBAL_BATCH, Block, TinyGpt, cross_entropy, initialize_
-from helpers.tensor_parallel import SIZES, Language, LlamaConfig, TinyLlama
+from helpers.models import GLOBAL_BATCH, Block, TinyGpt, halve
 from helpers.training import ds_config
 
 RANKS = 2
@@ -17,26 +14,13 @@ RANKS = 2
 
 
 class SpreadBlock(Block):
-    """A block on this rank's part of the time."""
-
-    def attend(self, hidden: Tensor) -> Tensor:
+    def attend(self, *parts: Tensor) -> Tensor:
         """Attention over the whole time, by DeepSpeed's exchange of time for heads."""
         from deepspeed.sequence.layer import DistributedAttention
         from deepspeed.utils import groups
 
-        batch, time, width = hidden.shape
-        qkv = self.qkv(hidden).view(batch, time, 3, self.heads, width // self.heads)
-        spread = DistributedAttention(self.local, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)
-        return self.proj(spread(*qkv.unbind(2), 0).reshape(batch, time, width))
-
-    def local(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Of some heads, (batch, time, heads, width), over the whole time."""
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.attend(self.attention_norm(hidden))
-        return hidden + self.down(torch.tanh(self.up(self.mlp_norm(hidden))))
+        group = groups._get_sequence_parallel_group()
+        return DistributedAttention(super().attend, group, scatter_idx=2, gather_idx=1)(*parts, 0)
 
 
 class SpreadGpt(TinyGpt):
@@ -47,44 +31,19 @@ class SpreadGpt(TinyGpt):
         for block in self.blocks:
             block.__class__ = SpreadBlock
 
-    def forward(self, inputs: Tensor, targets: Tensor, first: int) -> Tensor:
-        """As TinyGpt's, summed over the time of this rank, which begins at `first`."""
-        hidden = self.tokens(inputs) + self.positions(torch.arange(first, first + inputs.shape[1]))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return cross_entropy(self.lm_head(self.norm(hidden)), targets)
 
-
-class Llama(TinyLlama):
-    """A Llama of transformers, of whose time this rank may have a part; its loss is summed over the time."""
-
-    def __init__(self) -> None:
-        super().__init__(LlamaConfig(**SIZES | {"num_key_value_heads": 2, "attn_implementation": "sdpa"}))
-        initialize_(self, 0)
-
-    def forward(self, inputs: Tensor, targets: Tensor, first: int = 0) -> Tensor:
-        positions = torch.arange(first, first + inputs.shape[1]).expand(len(inputs), -1)
-        found = super(Language, self).forward(input_ids=inputs, position_ids=positions, use_cache=False)
-        return cross_entropy(found.logits, targets)
-
-
-def build(net: Any, **config: Any) -> Any:
+def build(seed: int, **config: Any) -> Any:
     """Return an engine on ranks of which each two share a sequence, rank by rank."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
 
     import deepspeed
 
-    names = [name for name in vars(parallel_state_sp) if name.startswith("_SEQUENCE")]
-    vars(parallel_state_sp).update(dict.fromkeys(names))  # those of an earlier engine
+    names = [name for name in vars(mpu) if name.startswith("_SEQUENCE")]
+    vars(mpu).update(dict.fromkeys(names))  # those of an earlier engine
+    mpu.initialize_sequence_parallel(RANKS)
     rows = GLOBAL_BATCH * RANKS // dist.get_world_size()
     settings = ds_config(**config) | {"sequence_parallel_size": RANKS, "train_micro_batch_size_per_gpu": rows}
-    if isinstance(net, Llama):
-        mpu = UlyssesSPAttentionHF.register_with_transformers(net, "sdpa", RANKS, micro_batch_size=rows)
-    else:
-        mpu = parallel_state_sp
-        mpu.initialize_sequence_parallel(RANKS)
-    return deepspeed.initialize(model=net, config=settings, mpu=mpu)[0]
+    return deepspeed.initialize(model=halve(SpreadGpt(), seed), config=settings, mpu=mpu)[0]
 
 
 def train_step(engine: Any, number: int) -> None:

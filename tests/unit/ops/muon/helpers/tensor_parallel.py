@@ -6,18 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GPTNeoXForCausalLM, LlamaForCausalLM
 
-from helpers.models import GLOBAL_BATCH, initialize_, text
+from helpers.models import GLOBAL_BATCH, initialize_, text, train_engine
 from helpers.training import ds_config, make_engine
 
 VOCABULARY, LENGTH = 32, 6
@@ -29,10 +20,7 @@ class Language(nn.Module):
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         return text(step, VOCABULARY, LENGTH)
 
-    def forward(self, inputs: Tensor | None = None, targets: Tensor | None = None, **more: Any) -> Any:
-        """The mean loss; without targets, what the model does while it generates."""
-        if targets is None:
-            return super().forward(**more)
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = super().forward(input_ids=inputs, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -59,24 +47,6 @@ class TinyNeoX(Language, GPTNeoXForCausalLM):
     """A GPT-NeoX, with queries, keys and values fused head by head."""
 
 
-class TinyOpt(Language, OPTForCausalLM):
-    """An OPT."""
-
-
-class TinyQwen(Language, Qwen3ForCausalLM):
-    """A Qwen3."""
-
-
-OPT = {"ffn_dim": 34, "word_embed_proj_dim": 24, "dropout": 0.0, "enable_bias": False, "max_position_embeddings": 32}
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (TinyLlama, LlamaConfig, {}),
-    "neox": (TinyNeoX, GPTNeoXConfig, {}),
-    "opt": (TinyOpt, OPTConfig, OPT),
-    "qwen": (TinyQwen, Qwen3Config, {"head_dim": 4}),
-}
-"""Name -> (class, class of its config, settings beside `SIZES`)."""
-
-
 class Gated(nn.Module):
     """A matrix that is not split, then gate and up in one weight, of which a rank holds a part of each."""
 
@@ -87,12 +57,10 @@ class Gated(nn.Module):
         self.down_proj = nn.ModuleList(nn.Linear(17, 12, bias=False) for _ in range(2))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Vectors and their targets."""
         generator = torch.Generator().manual_seed(1000 + step)
         return tuple(torch.randn(GLOBAL_BATCH, 12, generator=generator) * 3 for _ in range(2))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean squared error."""
         inputs = self.mix(inputs.to(self.mix.weight.dtype))
         for gate_up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
             gate, up = gate_up(inputs).chunk(2, dim=-1)
@@ -109,60 +77,53 @@ SPLIT: dict[str, Any] = {
 """muon_split of each model with fused weights."""
 
 
-def model(name: str, seed: int = 0) -> nn.Module:
+def model(name: str) -> nn.Module:
     """Return the model of this name; "name, sdpa" selects another implementation of its attention."""
     name, _, attention = name.partition(", ")
     if name == "gated":
         net: nn.Module = Gated()
     else:
-        kind, config, more = KINDS[name]
-        net = kind(config(**SIZES | more | {"attn_implementation": attention or "eager"}))
-    initialize_(net, seed)
+        kind: Any = {"llama": TinyLlama, "neox": TinyNeoX}[name]
+        net = kind(kind.config_class(**SIZES | {"attn_implementation": attention or "eager"}))
+    initialize_(net, 0)
     return net
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
-    """Return name -> whole master weight, joined over the tensor-parallel group as the parameter's metadata says."""
+    """Return name -> whole master weight of this rank's layers, joined over the tensor-parallel ranks."""
     import deepspeed.comm as dist
     from deepspeed.utils import groups, safe_get_full_fp32_param
 
-    group = groups._TENSOR_MODEL_PARALLEL_GROUP
-    found = {}
+    group = getattr(engine, "model_group", groups._TENSOR_MODEL_PARALLEL_GROUP)
+    is_plain, found = engine.optimizer is engine.basic_optimizer, {}
     for name, param in engine.module.named_parameters():
-        mine = (
-            safe_get_full_fp32_param(param)
-            if engine.zero_optimization() and getattr(param, "ds_numel", param.numel())
-            else param
-        )
-        note = getattr(param, "ds_autotp_universal_checkpoint_meta", None) if group is not None else None
-        shards: list[Any] = [mine.detach().clone()]
+        is_here = is_plain or not getattr(param, "ds_numel", param.numel())
+        mine = (param if is_here else safe_get_full_fp32_param(param)).detach().clone()
+        shards: list[Any] = [mine]
         if group is not None:
             shards *= dist.get_world_size(group=group)
-            dist.all_gather_object(shards, shards[0], group=group)
-        is_cut = note is not None and not note["replicated"]
+            dist.all_gather_object(shards, mine, group=group)
+        cut = None if group is None else _cut(param, mine, len(shards))
         is_expert = not getattr(param, "allreduce", True)  # each rank has its own
-        assert is_cut or is_expert or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
-        found[name] = _put_together(shards, note) if is_cut else mine.detach().clone()
+        assert cut or is_expert or all(torch.equal(shards[0], copy) for copy in shards), f"copies of {name} differ"
+        found[name] = _put_together(shards, *cut) if cut else mine
     return found
 
 
-def _put_together(shards: list[Tensor], note: dict[str, Any]) -> Tensor:
-    """Return a whole weight from its shards; each of its parts was split over the ranks."""
-    axis, widths = note["partition_dim"], note["sub_param_shard_widths"] or [note["partition_sizes"]]
+def _cut(param: nn.Parameter, mine: Tensor, ranks: int) -> tuple[int, list[list[int]]] | None:
+    """Return the axis along which a weight is split, and for each of its parts the widths that the ranks have."""
+    if hasattr(param, "partition_dim"):  # Megatron's marks
+        width = mine.shape[param.partition_dim] // param.partition_stride
+        return param.partition_dim, [[width] * ranks] * param.partition_stride
+    note = getattr(param, "ds_autotp_universal_checkpoint_meta", {"replicated": True})
+    if note["replicated"]:
+        return None
+    return note["partition_dim"], note["sub_param_shard_widths"] or [note["partition_sizes"]]
+
+
+def _put_together(shards: list[Tensor], axis: int, widths: list[list[int]]) -> Tensor:
     of_ranks = [shard.split([sizes[t] for sizes in widths], dim=axis) for t, shard in enumerate(shards)]
     return torch.cat([part[k] for k in range(len(widths)) for part in of_ranks], dim=axis)
-
-
-def train_steps(engine: Any, steps: int, tp: int, first: int = 0) -> None:
-    """Train on global batches `first` to `first + steps`; ranks of a tensor-parallel group take the same share."""
-    import torch.distributed as dist
-
-    dp, rank = dist.get_world_size() // tp, dist.get_rank() // tp
-    size = GLOBAL_BATCH // dp
-    for step in range(first, first + steps):
-        share = (part[rank * size : (rank + 1) * size] for part in engine.module.batch(step))
-        engine.backward(engine(*share))
-        engine.step()
 
 
 #: Config that tells AutoTP that a weight has two parts, each to be split over the ranks.
@@ -178,7 +139,6 @@ IN_PARTS = {
 
 
 def build(net: nn.Module, tp: int = 2, **config: Any) -> Any:
-    """Return an engine of tensor-parallel size `tp`."""
     import torch.distributed as dist
 
     cut = {"autotp_size": tp, **(IN_PARTS if isinstance(net, Gated) else {})}
@@ -188,9 +148,8 @@ def build(net: nn.Module, tp: int = 2, **config: Any) -> Any:
 
 
 def train(name: str, tp: int, steps: int, **config: Any) -> dict[str, Tensor]:
-    """Train `steps` steps; return the whole weights."""
     engine = build(model(name), tp, **config)
-    train_steps(engine, steps, tp)
+    train_engine(engine, steps)
     weights = whole_weights(engine)
     engine.destroy()
     return weights

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that distributed tests run on every rank: train a small model with deepspeed-muon, return weights and state."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,12 +100,8 @@ def fp32_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def train(model: str, steps: int = 5, **config: Any) -> dict[str, Tensor]:
-    """Train `MODELS[model]` for `steps` steps; return the master weights."""
-    engine = make_engine(MODELS[model](), ds_config(**config))
-    train_through_skips(engine, steps)
-    weights = fp32_weights(engine)
-    engine.destroy()
-    return weights
+    """Train `MODELS[model]` until `steps` steps were not skipped; return the master weights."""
+    return train_with_norms(model, steps, **config)[0]
 
 
 def steps_done(engine: Any) -> int:
@@ -112,17 +110,20 @@ def steps_done(engine: Any) -> int:
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
+def take(engine: Any, step: Callable[[], Any]) -> int:
+    """Call `step` until a step of the engine is not skipped; return how many were."""
+    done = steps_done(engine)
+    for skipped in range(40):
+        step()
+        if steps_done(engine) > done:
+            return skipped
+    raise AssertionError("every step is skipped")
+
+
 def train_through_skips(engine: Any, steps: int, first_step: int = 0) -> int:
     """Train, with each batch repeated until its step is not skipped; return the number of skipped steps."""
-    skipped = 0
-    for step in range(first_step, first_step + steps):
-        done = steps_done(engine)
-        train_engine(engine, 1, first_step=step)
-        while steps_done(engine) == done:
-            skipped += 1
-            assert skipped < 40, "every step is skipped"
-            train_engine(engine, 1, first_step=step)
-    return skipped
+    numbers = range(first_step, first_step + steps)
+    return sum(take(engine, partial(train_engine, engine, 1, first_step=number)) for number in numbers)
 
 
 def train_with_norms(model: str, steps: int = 5, **config: Any) -> tuple[dict[str, Tensor], list[float]]:
@@ -140,7 +141,6 @@ class FixedGradient(nn.Linear):
     """A matrix whose gradient is exactly the argument of `forward`."""
 
     def forward(self, gradient: Tensor) -> Tensor:
-        """The sum of weight times gradient, a scalar."""
         return (self.weight * gradient.to(self.weight.dtype)).sum()
 
 
@@ -156,12 +156,10 @@ class FixedGradients(nn.Module):
         without_head_(self)
 
     def gradients(self, step: int) -> list[Tensor]:
-        """Return the gradients of all layers in this step."""
         generator = torch.Generator().manual_seed(100 + step)
         return [torch.randn(layer.out_features, layer.in_features, generator=generator) for layer in self.layers]
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
-        """Return a loss whose gradients are `gradients`."""
         return torch.stack([layer(g) for layer, g in zip(self.layers, gradients, strict=True)]).sum()
 
 

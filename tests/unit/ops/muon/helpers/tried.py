@@ -125,7 +125,6 @@ def refuse(case: str) -> None:
 
 
 def seeded(folder: Path) -> bool:
-    """Whether a repeat moves the script's seed."""
     with started_by_try(folder, seed=5):
         torch.manual_seed(1)
         moved = torch.rand(3)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that save, convert and load universal checkpoints on the ranks of a pool."""
 
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from itertools import accumulate
@@ -54,7 +52,6 @@ def facts(engine: Any) -> dict[str, Any]:
 
 
 def convert(folder: Path, inject: bool = False) -> None:
-    """Run stock's unmodified converter in this process."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     main(
@@ -68,14 +65,6 @@ def convert(folder: Path, inject: bool = False) -> None:
             inject_missing_state=inject,
         )
     )
-
-
-def convert_by_command(folder: Path) -> None:
-    """Run stock's converter by its own command, without optional flags."""
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    folders = ["--input_folder", str(folder / "saved"), "--output_folder", str(folder / "universal")]
-    done = subprocess.run(command + folders, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def peak_of(action: Callable[[], Any]) -> float:

@@ -44,7 +44,6 @@ class _Waits(ast.NodeTransformer):
     visit_ClassDef = visit_FunctionDef = _visit_scope
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        """A statement that is an expression."""
         call = node.value
         method = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
         if not IS_WAIT.match(method):
@@ -57,7 +56,6 @@ class _Waits(ast.NodeTransformer):
 
 @cache
 def all_waits() -> tuple[Wait, ...]:
-    """Return the statements of the package that wait."""
     found: list[Wait] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)

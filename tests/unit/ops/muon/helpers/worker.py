@@ -236,9 +236,9 @@ def _fork(server: Connection, log: str, env: dict[str, str], collective_timeout:
         os._exit(1)
 
 
-def _exit_code(pid: int, patience: float = 5.0) -> int | None:
-    """Return the exit code of a rank, or None if it is still running after `patience` seconds."""
-    deadline = time.monotonic() + patience
+def _exit_code(pid: int) -> int | None:
+    """Return the exit code of a rank, or None if it is still running after 5 seconds."""
+    deadline = time.monotonic() + 5.0
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

@@ -79,7 +79,6 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
-    """Return a section of a ds_config."""
     return {"zero_optimization": {"stage": stage, **settings}}
 
 
@@ -121,7 +120,6 @@ GROUPS: list[dict[str, Any]] = [
 
 
 def tagged() -> nn.Module:
-    """Return a model with a vector that is tagged for Muon."""
     net = Mlp()
     net.layers[0].bias.use_muon = True
     return net
@@ -175,7 +173,6 @@ def attempt_all() -> list[tuple[str, str, list[str]]]:
 
 
 def table(results: list[tuple[str, str, list[str]]]) -> str:
-    """Return the cases as a Markdown table."""
     lines = ["| written | message |", "|---|---|"]
     for title, message, _ in results:
         cells = (f"`{title}`" if "{" in title else title, "<br>".join(message.splitlines()))

@@ -21,8 +21,8 @@ STEPS = 3
 
 def llama() -> Any:
     """A model for whose layers DeepSpeed has containers: as many heads of keys and values as of queries."""
-    config = tensor_parallel.LlamaConfig(**tensor_parallel.SIZES | {"num_key_value_heads": 6})
-    net = tensor_parallel.TinyLlama(config)
+    kind = tensor_parallel.TinyLlama
+    net = kind(kind.config_class(**tensor_parallel.SIZES | {"num_key_value_heads": 6}))
     initialize_(net, 0)
     return net
 

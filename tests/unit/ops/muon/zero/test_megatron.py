@@ -10,18 +10,19 @@ from torch import Tensor
 
 from deepspeed.muon import MuonWithAuxAdam
 from helpers.distributed import run
-from helpers.megatron import Mpu, Stack, batch, build, train_step, whole_weights
+from helpers.megatron import Mpu, Stack, build
+from helpers.models import train_engine
 from helpers.oracles import change_error
 from helpers.parity import FP16_AUTOCAST
 from helpers.refusals import Refusal, attempt
+from helpers.tensor_parallel import whole_weights
 from helpers.training import ds_config, with_params
 
 
 def train(**config: Any) -> dict[str, Tensor]:
     """Train three steps; return the whole weights."""
     engine = build(**config)
-    for number in range(3):
-        train_step(engine, batch(number))
+    train_engine(engine, 3)
     weights = whole_weights(engine)
     engine.destroy()
     return weights

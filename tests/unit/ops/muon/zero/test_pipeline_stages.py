@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from deepspeed.muon.zero.wrappers.adapter import replace
 from deepspeed.muon.zero.wrappers.stage12 import with_norms_of_all_stages
 from helpers.distributed import run
-from helpers.engine_state import differing
+from helpers.engine_state import differing, snapshot
 from helpers.logs import logged
-from helpers.pipelines import SHARED, everything, make_pipeline, pipeline_config, shares
+from helpers.models import train_engine
+from helpers.pipelines import SHARED, make_pipeline, pipeline_config
 from helpers.training import FP32_GRADIENTS, make_engine, with_params
 
 # ---- steps that are skipped -----------------------------------------------------------------------------------
@@ -26,15 +27,15 @@ def step_badly(bad_rank: int, **config: Any) -> tuple[list[str], int]:
     """What two steps change in which one rank's gradient is infinite, and how often the log says so."""
     with logged() as said:
         engine = make_engine(make_pipeline("late", 2), pipeline_config(2, **config))
-        engine.train_batch(shares(engine, 0))
-        before = everything(engine)
+        train_engine(engine, 1)
+        before = snapshot(engine)
         hook = next(engine.module.parameters()).register_hook(
             lambda grad: grad * (float("inf") if dist.get_rank() == bad_rank else 1.0)
         )
         for step in (1, 2):
-            engine.train_batch(shares(engine, step))
+            train_engine(engine, 1, step)
         hook.remove()
-        changed = differing(before, everything(engine))
+        changed = differing(before, snapshot(engine))
         engine.destroy()
     return changed, len([line for line in said if "is not finite" in line])
 
