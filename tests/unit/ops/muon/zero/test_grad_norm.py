@@ -77,31 +77,6 @@ def test_a_finite_gradient_is_finite_whatever_its_norm() -> None:
         assert not are_finite([large.half(), torch.tensor([1.0, bad]).half()])
 
 
-class Reads:
-    """A norm that counts how often it is read."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __float__(self) -> float:
-        self.count += 1
-        return 1.0
-
-
-def test_a_norm_is_read_once_per_step() -> None:
-    """On an accelerator each reading waits for it; ZeRO calls the optimizer once per sub-group."""
-    wrapper, norms = Wrapper(), [Reads(), Reads()]
-    watch = watch_norms(partial(replace, wrapper))
-    for step in (1, 2):
-        wrapper.step(NORM_METHODS[0], norms)
-        assert [watch() for _ in range(5)] == [True] * 5
-        assert [norm.count for norm in norms] == [step, step]
-    wrapper.step(NORM_METHODS[0], [-1.0])
-    assert not watch()
-    wrapper.step(NORM_METHODS[0], [1.0])
-    assert watch(), "what was found in another step is forgotten"
-
-
 def test_a_step_without_norms_is_refused() -> None:
     """A DeepSpeed that computes norms by other methods would let a NaN into the momentum."""
     wrapper = Wrapper()
