@@ -83,11 +83,7 @@ def refuse_to_load() -> Refusal | None:
 def test_universal_checkpoints_are_refused() -> None:
     """By the load: the key changes nothing before."""
     for kind, text, _ in run(refuse_to_load, 2):
-        assert kind == "UnsupportedError"
-        assert text.startswith(
-            "this engine cannot load universal checkpoints (checkpoint.load_universal): DeepSpeed's converter does not "
-            "know deepspeed.moe layers"
-        )
+        assert kind == "UnsupportedError" and "checkpoint.load_universal" in text
 
 
 @pytest.mark.parametrize(

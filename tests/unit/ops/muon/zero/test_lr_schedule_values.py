@@ -316,13 +316,6 @@ def test_torchs_cycles_can_be_made_on_the_optimizer(kind: str) -> None:
     assert optimizer.param_groups[0]["lr"] == optimizer.param_groups[1]["lr"]
 
 
-def test_a_relative_schedule_needs_no_view() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    optimizer = MuonWithAuxAdam(net.parameters(), model=net, **RATES)
-    torch_schedules.LambdaLR(optimizer, lambda step: 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 1.5e-4])
-
-
 # ---- schedulers of the script ------------------------------------------------------------------------------
 
 

@@ -246,11 +246,8 @@ def refuse_on_nvme(momentum_dtype: str) -> list[Any]:
 @pytest.mark.parametrize("momentum_dtype", ROUNDED)
 def test_refused_on_nvme_unless_it_stays_in_memory(momentum_dtype: str) -> None:
     for kind, text, _ in run(refuse_on_nvme, 1, momentum_dtype=momentum_dtype)[0]:
-        assert kind == "UnsupportedError"
-        assert (
-            "optimizer.params.momentum_dtype: DeepSpeed swaps optimizer states to NVMe in fp32; set zero_optimization."
-            "save_muon_momentum_buffer_in_memory to true" in text
-        )
+        assert kind == "UnsupportedError" and "optimizer.params.momentum_dtype" in text
+        assert "save_muon_momentum_buffer_in_memory" in text
 
 
 def test_blocks_of_one_parameter_are_rounded_each_by_its_own_numbers() -> None:

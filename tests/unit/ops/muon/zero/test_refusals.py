@@ -92,10 +92,7 @@ def train_harmlessly(name: str, folder: str) -> tuple[dict[str, str], list[float
 def test_a_setting_is_refused_only_once_it_has_an_effect(name: str, tmp_path: Any) -> None:
     late = {
         "deepcompile": {"compile": "UnsupportedError: compile.deepcompile: DeepCompile runs only on GPUs"},
-        "universal": {
-            "load": "UnsupportedError: this engine cannot load universal checkpoints (checkpoint.load_universal): "
-            "DeepSpeed loads universal checkpoints at"
-        },
+        "universal": {"load": "UnsupportedError: this engine cannot load universal checkpoints"},
     }
     for rank, (raised, rates, warnings) in enumerate(run(train_harmlessly, 2, name=name, folder=str(tmp_path))):
         assert raised.keys() == late.get(name, {}).keys(), raised
