@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.muon.math.momentum_storage import Blocks
-from deepspeed.muon.saved_state import settings_of
 from deepspeed.muon.zero.checkpoint.save import micro_batches_done
 from deepspeed.muon.zero.wrappers.adapter import replaced
 from helpers.checkpoints import error_of
@@ -253,13 +252,6 @@ def test_who_names_the_boundary_is_not_in_the_midst_of_a_step() -> None:
     assert micro_batches_done(engine) == 2
     engine._is_gradient_accumulation_boundary = True
     assert micro_batches_done(engine) == 0
-
-
-def test_the_ratio_to_the_schedule_is_that_of_the_config() -> None:
-    """A schedule is built from the config too; what a group had reached, and its settings, go on."""
-    here = {"name": "muon", "lr": 0.1, "lr_ratio": 0.5, "momentum": 0.9, "params": [1]}
-    saved = {"name": "other", "lr": 0.2, "lr_ratio": 0.25, "momentum": 0.8, "params": [0], "matrices": ["a"]}
-    assert settings_of(here, saved) == {"name": "muon", "lr": 0.2, "lr_ratio": 0.5, "momentum": 0.8}
 
 
 # ---- loads map files, read the model's file once, and keep nothing in a mapped file ------------------------------

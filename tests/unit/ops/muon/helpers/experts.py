@@ -15,7 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from helpers import megatron, tensor_parallel
 from helpers.megatron import ColumnParallelLinear, RowParallelLinear, initialize_parts
-from helpers.models import GLOBAL_BATCH, cross_entropy, initialize_, squares, text, vectors
+from helpers.models import cross_entropy, initialize_, squares, text, vectors
 from helpers.refusals import Refusal, attempt
 from helpers.training import ds_config
 
@@ -241,25 +241,3 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 def cut_experts() -> Refusal | None:
     return attempt(lambda: build_beside(size=2, cuts_experts=True))
-
-
-def stock_on_sequences() -> dict[str, Tensor]:
-    """Take a step of stock's AdamW with sequence parallelism; return this rank's weights under the twin's names."""
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
-    import deepspeed
-
-    gather_on_gloo()
-    parallel_state_sp.initialize_sequence_parallel(2)
-    net, rank, world = spread_model(), dist.get_rank(), dist.get_world_size()
-    adamw = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    config = ds_config(stage=1, clip=0.0, optimizer=adamw) | {"sequence_parallel_size": 2}
-    config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH * 2 // world
-    groups = split({"params": list(net.parameters()), "name": "all"})
-    engine = deepspeed.initialize(model=net, config=config, mpu=parallel_state_sp, model_parameters=groups)[0]
-    engine.backward(engine(*(part.chunk(world)[rank] for part in net.batch(0))))
-    engine.step()
-    found = {global_name(name, rank): param.detach().clone() for name, param in net.named_parameters()}
-    engine.destroy()
-    return found

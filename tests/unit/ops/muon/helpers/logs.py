@@ -31,12 +31,10 @@ def logged(level: int = logging.INFO, with_levels: bool = False) -> Iterator[lis
 
 
 def logged_at_start(
-    widths: tuple[int, ...] = UNEVEN, groups: int = 1, tag: Any = None, level: int = logging.INFO, **config: Any
+    widths: tuple[int, ...] = UNEVEN, groups: int = 1, level: int = logging.INFO, **config: Any
 ) -> list[tuple[str, str]]:
     """Build an engine for an MLP; return (level, message) of all that is logged meanwhile from ``level`` on."""
     params = list((net := Mlp(widths)).parameters())
-    for p in params if tag is not None else ():
-        p.use_muon = tag
     halves = [{"params": params[i::groups]} for i in range(groups)]
     with logged(level, with_levels=True) as said:
         make_engine(net, ds_config(**config), model_parameters=halves).destroy()

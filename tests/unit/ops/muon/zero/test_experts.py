@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts on ranks of their own, by DeepSpeed's MoE layers and by AutoEP: groups, batches, and what is refused."""
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,19 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.zero.refusals import refuse_engine
-from deepspeed.muon.zero.wrappers.grids import expert_counts, shard_group
+from deepspeed.muon.zero.wrappers.grids import shard_group
 from helpers.distributed import run
-from helpers.experts import Mixtral, WithExperts, autoep, cut_experts, spread_model, stock_on_sequences
-from helpers.models import GLOBAL_BATCH, without_head_
-from helpers.oracles import change_error, train_oracle
+from helpers.experts import Mixtral, autoep, cut_experts, spread_model
+from helpers.models import without_head_
 from helpers.refusals import Refusal, attempt
-from helpers.sequence_parallel import SpreadGpt, train_step
-from helpers.training import ORACLE, ds_config, fp32_weights, make_engine, with_params
+from helpers.training import ds_config, make_engine
 from helpers.transformers_models import needs_stacks
 
 # ---- parameter groups ---------------------------------------------------------------------------------------------
@@ -45,19 +42,6 @@ def test_experts_get_groups_of_their_own() -> None:
     assert [len(group["params"]) for group in optimizer.given.param_groups] == [6]
     optimizer.given.param_groups[0]["lr"] = 0.25
     assert {group["lr"] for group in optimizer.param_groups} == {0.25}
-
-
-def test_groups_that_stock_has_split_keep_its_marks() -> None:
-    net = nn.ModuleList([nn.Linear(4, 4), marked(nn.Linear(4, 4), "ep_size_2")])
-    given = [{"params": list(net[0].parameters()), "name": "dense-params"}]
-    given += [{"params": list(net[1].parameters()), "name": "ep_size_2", "moe": True, "lr": 0.5}]
-    optimizer = MuonWithAuxAdam(given, model=net, lr=0.1)
-    assert [(g["name"], g.get("moe", False), g["lr"]) for g in optimizer.param_groups] == [
-        ("dense-params-muon", False, 0.1),
-        ("dense-params-adam", False, 0.1),
-        ("ep_size_2", True, 0.5),
-        ("ep_size_2", True, 0.5),
-    ]
 
 
 # ---- thousands of small matrices ------------------------------------------------------------------------------
@@ -99,11 +83,7 @@ def refuse_to_load() -> Refusal | None:
 def test_universal_checkpoints_are_refused() -> None:
     """By the load: the key changes nothing before."""
     for kind, text, _ in run(refuse_to_load, 2):
-        assert kind == "UnsupportedError"
-        assert text.startswith(
-            "this engine cannot load universal checkpoints (checkpoint.load_universal): DeepSpeed's converter does not "
-            "know deepspeed.moe layers"
-        )
+        assert kind == "UnsupportedError" and "checkpoint.load_universal" in text
 
 
 @pytest.mark.parametrize(
@@ -128,27 +108,22 @@ def test_other_parallelism_beside_experts_is_refused(other: dict[str, Any], text
 # ---- the ranks of a group -----------------------------------------------------------------------------------------
 
 
-def ranks_of_groups(stage: int, width: int) -> tuple[list[tuple[bool, int]], list[str], list[int]]:
-    """Of each parameter group whether it is of experts and how many ranks divide it; what the log says of it.
-
-    Also how many ranks share the work on experts that each of them has.
-    """
+def ranks_of_groups(stage: int, width: int) -> tuple[list[tuple[bool, int]], list[int]]:
+    """Of each parameter group whether it is of experts and how many ranks divide it; how many share work on experts."""
     engine = make_engine(spread_model(width), ds_config(stage=stage, clip=0.0))
     optimizer = engine.basic_optimizer
     groups = optimizer.param_groups
     found = [(group.get("moe", False), dist.get_world_size(shard_group(engine, group))) for group in groups]
-    words = expert_counts(engine, optimizer)
     shared = [p for p in optimizer.partitions if groups[p.index].get("moe") and p.is_replicated]
     engine.destroy()
-    return found, words, [partition.world_size for partition in shared]
+    return found, [partition.world_size for partition in shared]
 
 
 @pytest.mark.parametrize(("stage", "width", "sharing"), [(2, 11, []), (0, 96, [2])])
 def test_experts_are_divided_among_the_ranks_that_have_them(stage: int, width: int, sharing: list[int]) -> None:
     """At stage 0, where all have the state, those ranks share the work."""
     groups = [(False, 4), (False, 4), (True, 2), (True, 2)]
-    found = run(ranks_of_groups, 4, stage=stage, width=width)
-    assert found == [(groups, ["4 of them are experts shared by 2 ranks"], sharing)] * 4
+    assert run(ranks_of_groups, 4, stage=stage, width=width) == [(groups, sharing)] * 4
 
 
 # ---- with other parallelism --------------------------------------------------------------------------------
@@ -162,63 +137,7 @@ def test_experts_that_are_cut_are_refused() -> None:
         assert f"tensor parallelism splits 4 matrices of experts (first: {name})" in text
 
 
-@pytest.mark.full
-def test_stock_mixes_up_tokens_where_ranks_share_sequences() -> None:
-    """The reason of the refusal: experts see other tokens, so that AdamW's first step has other signs."""
-    net = WithExperts(spread=False)
-    routing = dict.fromkeys(dict(net.named_parameters()), "adam")
-    expected = train_oracle(net, net.batch, 1, routing, replace(ORACLE, clip=0.0, adam_weight_decay=0.01))
-    for weights in run(stock_on_sequences, 4):
-        errors = {n: change_error(expected.initial[n], w, expected.weights[n]) for n, w in weights.items()}
-        assert max(error for name, error in errors.items() if "experts" in name) > 0.2, errors
-
-
-def stock_on_a_mesh(stage: int) -> tuple[dict[str, Tensor], str, Tensor]:
-    """Under stock's AdamW: weights after a step, the file for the optimizer's state, and the first parameter here."""
-    import deepspeed
-
-    adamw, copies = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, dist.get_world_size() // 2
-    config = ds_config(stage=stage, optimizer=adamw) | {"sequence_parallel_size": 2, "data_parallel_size": copies}
-    config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // copies
-    engine = deepspeed.initialize(model=SpreadGpt(), config=config)[0]
-    train_step(engine, 0)
-    name = engine._get_zero_ckpt_name("folder", "tag") if stage else ""
-    param = next(engine.module.parameters())
-    found = fp32_weights(engine), name, getattr(param, "ds_tensor", param).detach().clone()
-    engine.destroy()
-    return found
-
-
-@pytest.mark.full
-def test_deepspeed_trains_no_mesh_from_the_config_itself() -> None:
-    """The reason of its refusal: ranks of a sequence drift apart, or save other weights under one name."""
-    for stage in (0, 1, 2):
-        (first, *_), (second, *_) = run(stock_on_a_mesh, 2, stage=stage)
-        assert all(not torch.equal(second[name], weight) for name, weight in first.items()), stage
-    (_, name, first_part), (_, other, second_part), *_ = run(stock_on_a_mesh, 4, stage=3)
-    assert name == other and not torch.equal(first_part, second_part)
-
-
 # ---- AutoEP ------------------------------------------------------------------------------------------------
-
-
-def routes() -> dict[str, tuple[bool, str, str]]:
-    """Where each parameter goes, why, and how it was split; a pattern excludes some that stock has put in."""
-    engine = make_engine(Mixtral(), autoep(2, 2, optimizer=with_params(muon_exclude=[r"1\.mlp\.experts\.w3$"])))
-    found = {s.name: (s.use_muon, s.reason, s.split) for s in engine.basic_optimizer.specs.values()}
-    engine.destroy()
-    return found
-
-
-@needs_stacks
-def test_the_router_goes_to_adamw_and_experts_to_muon_one_by_one() -> None:
-    found = run(routes, 2)[0]
-    assert found["model.layers.1.mlp.experts.w3"][0] is False
-    prefix = "model.layers.0.mlp."
-    assert found[f"{prefix}router.gate.weight"] == (False, "MoE router, tied", "")  # stock keeps its old name beside
-    for name, size in (("w1", "10 x 12"), ("w2", "12 x 10"), ("w3", "10 x 12")):
-        reason = "stack of 2 matrices of GroupedExperts"
-        assert found[f"{prefix}experts.{name}"] == (True, reason, f"2 of {size}")
 
 
 def train_with_given(kind: str) -> Refusal | None:

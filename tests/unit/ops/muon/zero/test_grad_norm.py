@@ -77,31 +77,6 @@ def test_a_finite_gradient_is_finite_whatever_its_norm() -> None:
         assert not are_finite([large.half(), torch.tensor([1.0, bad]).half()])
 
 
-class Reads:
-    """A norm that counts how often it is read."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __float__(self) -> float:
-        self.count += 1
-        return 1.0
-
-
-def test_a_norm_is_read_once_per_step() -> None:
-    """On an accelerator each reading waits for it; ZeRO calls the optimizer once per sub-group."""
-    wrapper, norms = Wrapper(), [Reads(), Reads()]
-    watch = watch_norms(partial(replace, wrapper))
-    for step in (1, 2):
-        wrapper.step(NORM_METHODS[0], norms)
-        assert [watch() for _ in range(5)] == [True] * 5
-        assert [norm.count for norm in norms] == [step, step]
-    wrapper.step(NORM_METHODS[0], [-1.0])
-    assert not watch()
-    wrapper.step(NORM_METHODS[0], [1.0])
-    assert watch(), "what was found in another step is forgotten"
-
-
 def test_a_step_without_norms_is_refused() -> None:
     """A DeepSpeed that computes norms by other methods would let a NaN into the momentum."""
     wrapper = Wrapper()
@@ -111,21 +86,6 @@ def test_a_step_without_norms_is_refused() -> None:
     wrapper.step(NORM_METHODS[0], [])
     with pytest.raises(RuntimeError, match=r"cannot tell whether the gradient is finite.*get_grad_norm_direct"):
         watch()
-
-
-@pytest.mark.parametrize("method", NORM_METHODS)
-@pytest.mark.parametrize("asks", [False, True], ids=["ZeRO skips the bad steps itself", "the optimizer skips them"])
-def test_one_bad_group_spoils_a_step_and_no_other(method: str, asks: bool) -> None:
-    wrapper = Wrapper()
-    watch = watch_norms(partial(replace, wrapper))
-    bad = [-1, -1.0, math.nan, math.inf, torch.tensor(-1.0), torch.tensor(math.nan)]
-    for number, value in enumerate(bad):
-        norms = [0.0, torch.tensor(3.5), 2]
-        wrapper.step(method, norms)
-        assert watch() is watch() is True
-        norms[number % 3] = value
-        assert all(got is norm for got, norm in zip(wrapper.step(method, norms), norms, strict=True))
-        assert not asks or watch() is watch() is False
 
 
 def test_one_function_makes_answers_that_all_ranks_have_alike() -> None:

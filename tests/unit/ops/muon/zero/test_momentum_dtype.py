@@ -165,18 +165,16 @@ def test_sharding_changes_a_momentum_in_int8_by_less_than_its_rounding() -> None
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("momentum_dtype", ROUNDED)
+@pytest.mark.parametrize("momentum_dtype", ["fp32", *ROUNDED])
 def test_bytes_of_the_state(momentum_dtype: str, world: int) -> None:
-    """Two per parameter, or one and a 32nd, and what partial blocks of a parameter's shard take beyond that."""
+    """Four or two per parameter, or one and a 32nd, and what partial blocks of a parameter's shard take beyond that."""
     cases = [
         {"stage": s, "dtype": d, "optimizer": MOMENTA[momentum_dtype]} for s in (1, 2, 3) for d in ("fp32", "bf16")
     ]
     for case, *ranks in zip(cases, *run(state_sizes, world, cases=cases, model="broad"), strict=True):
         used, flat, tensors = (sum(column) for column in zip(*ranks, strict=True))
-        if momentum_dtype == "bf16":
-            assert used == 2 * flat + 4 * tensors, case
-        else:
-            assert 1.03 * flat < used - 4 * tensors <= 1.05 * flat, case
+        least, most = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "int8": (1.03, 1.05)}[momentum_dtype]
+        assert least * flat <= used - 4 * tensors <= most * flat, case  # beside the step count of each tensor
 
 
 # ---- states by name ---------------------------------------------------------------------------------------
@@ -248,11 +246,8 @@ def refuse_on_nvme(momentum_dtype: str) -> list[Any]:
 @pytest.mark.parametrize("momentum_dtype", ROUNDED)
 def test_refused_on_nvme_unless_it_stays_in_memory(momentum_dtype: str) -> None:
     for kind, text, _ in run(refuse_on_nvme, 1, momentum_dtype=momentum_dtype)[0]:
-        assert kind == "UnsupportedError"
-        assert (
-            "optimizer.params.momentum_dtype: DeepSpeed swaps optimizer states to NVMe in fp32; set zero_optimization."
-            "save_muon_momentum_buffer_in_memory to true" in text
-        )
+        assert kind == "UnsupportedError" and "optimizer.params.momentum_dtype" in text
+        assert "save_muon_momentum_buffer_in_memory" in text
 
 
 def test_blocks_of_one_parameter_are_rounded_each_by_its_own_numbers() -> None:

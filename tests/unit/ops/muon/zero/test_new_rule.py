@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A new update rule with state is one class: trained, saved, resumed, converted and forecast by what it declares."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ from torch import Tensor
 from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math.rules import RULES, Rule
 from deepspeed.muon.zero.read_config import Layout
+from helpers import contracts
 from helpers.distributed import run
-from helpers.engine_state import differing, owned_tensors, snapshot
+from helpers.engine_state import differing, owned_tensors
 from helpers.forecasts import forecast
-from helpers.logs import logged
-from helpers.models import train_engine
-from helpers.oracles import Memory
-from helpers.parity import STEPS, assert_parity, oracle
-from helpers.training import fp32_weights, fresh_engine
+from helpers.oracles import Memory, change_error
+from helpers.settings import SETTINGS
+from helpers.training import fresh_engine
 from helpers.universal import convert
 
 BETA, EPS = 0.9, 0.01
@@ -75,69 +74,10 @@ def registered() -> Iterator[None]:
         RULES.remove(Soap)
 
 
-def everything(engine: Any) -> dict[str, Tensor]:
-    """Weights, states, and the rule's state of all matrices."""
-    optimizer = engine.basic_optimizer
-    with optimizer.whole_state():
-        of_rules = {
-            f"{k} {m}": t.clone()
-            for k, named in optimizer.owner_state.tensors_by_state.items()
-            for m, t in named.items()
-        }
-    return snapshot(engine) | of_rules
-
-
-def trained(stage: int) -> dict[str, Tensor]:
+def with_the_rule(act: Callable[..., Any], **job: Any) -> Any:
+    """What a rank does under a contract while the rule is registered."""
     with registered():
-        engine = fresh_engine(0, {"stage": stage})
-        train_engine(engine, STEPS)
-        weights = fp32_weights(engine)
-        engine.destroy()
-    return weights
-
-
-def around_a_save(stage: int, folder: str) -> list[str]:
-    """What differs at the ends of a run that saves and of one that loads."""
-    ends = []
-    with registered():
-        for loads in (False, True):
-            engine = fresh_engine(int(loads), {"stage": stage})
-            train_engine(engine, 2)
-            if loads:
-                engine.load_checkpoint(folder)
-            else:
-                engine.save_checkpoint(folder, tag="saved")
-            train_engine(engine, 2, first_step=2)
-            ends.append(everything(engine))
-            assert any(name.startswith("soap_left") for name in ends[-1])
-            engine.destroy()
-    return differing(*ends)
-
-
-def around_a_move(stage: int, folder: str, loads: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and the rule's state at a save, or when its universal checkpoint is loaded at another stage."""
-    with registered():
-        engine = fresh_engine(
-            int(loads), {"stage": stage}, **({"checkpoint": {"load_universal": True}} if loads else {})
-        )
-        if loads:
-            engine.load_checkpoint(folder, tag="universal")
-        else:
-            train_engine(engine, 2)
-            engine.save_checkpoint(folder, tag="saved")
-        found = {name: value for name, value in everything(engine).items() if name.startswith("soap")}
-        weights = fp32_weights(engine)
-        engine.destroy()
-    return weights, found
-
-
-def load_without_the_rule(stage: int, folder: str) -> list[str]:
-    engine = fresh_engine(0, {"stage": stage})
-    with registered(), logged() as said:
-        engine.load_checkpoint(folder, tag="saved")
-    assert not owned_tensors(engine.basic_optimizer)
-    engine.destroy()
-    return said
+        return act(**job)
 
 
 def bytes_of_rules(stage: int) -> int:
@@ -148,22 +88,30 @@ def bytes_of_rules(stage: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_it_trains_as_the_oracle(stage: int) -> None:
-    reference = oracle("mlp", 1.0, after=soap)
-    for weights in run(trained, 2, stage=stage):
-        assert_parity(weights, reference)
+NAME = "an optimizer of the script"
+"""Of a row of the table of settings, to whose cases the rule is added."""
+SETTING = replace(SETTINGS[NAME], oracle={"after": soap})
+INDICES = [SETTING.cases.index({"stage": stage, "world": 2}) for stage in (1, 3)]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_resume_is_exact_and_a_universal_checkpoint_moves_elsewhere(stage: int, tmp_path: Path) -> None:
-    assert run(around_a_save, 2, stage=stage, folder=str(tmp_path)) == [[], []]
-    said = run(load_without_the_rule, 2, stage=stage, folder=str(tmp_path))[0]
-    assert any("was saved with soap" in text and "soap left and soap right are ignored" in text for text in said)
-    (weights, state), _ = run(around_a_move, 2, stage=stage, folder=str(tmp_path), loads=False)
+@pytest.mark.parametrize("index", INDICES)
+def test_it_trains_as_the_oracle(index: int, tmp_path: Path) -> None:
+    case = SETTING.case(index)
+    ranks = run(with_the_rule, 2, act=contracts.train, name=NAME, index=index, folder=str(tmp_path))
+    assert contracts.compare([weights for weights, _ in ranks], SETTING.reference(case), SETTING, case) == []
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_a_resume_is_exact_and_a_universal_checkpoint_moves_elsewhere(index: int, tmp_path: Path) -> None:
+    job = {"name": NAME, "index": index, "folder": str(tmp_path / "exact")}
+    assert run(with_the_rule, 2, act=contracts.resume, **job) == [[], []]
+    job |= {"act": contracts.around_a_move, "folder": str(tmp_path)}
+    weights, states, later = contracts.merged(run(with_the_rule, 2, loads=False, **job))
     convert(tmp_path)
-    for loaded, found in run(around_a_move, 3, stage=4 - stage, folder=str(tmp_path), loads=True):
-        assert differing(weights, loaded) == [] and differing(state, found) == [] and state
+    moved = run(with_the_rule, SETTING.elsewhere(SETTING.case(index))["world"], loads=True, **job)
+    loaded, found, last = contracts.merged(moved)
+    assert differing(weights, loaded) == [] and differing(states, found) == []
+    assert max(change_error(weights[name], last[name], later[name]) for name in later) <= 1e-3
 
 
 @pytest.mark.parametrize("stage", [1, 3])

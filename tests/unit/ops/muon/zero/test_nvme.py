@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer states and parameters on NVMe at stage 3: the same training, what lies where, what it needs."""
 
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,53 +118,6 @@ def test_what_lies_in_files(tmp_path: Path) -> None:
                 {"": 0, "exp_avg": 0, "exp_avg_sq": 0},
                 {"": 786, "exp_avg": 786, "exp_avg_sq": 786},
             ], case
-
-
-# ---- reading ahead ----------------------------------------------------------------------------------------
-
-
-def reads_and_steps(folder: str, pipelined: bool) -> tuple[list[tuple[str, int]], list[int]]:
-    """What happens in one step, in order: reads that are submitted, steps that end; and the sub-groups that swap."""
-    engine = nvme_engine(folder=folder, pipelined=pipelined)
-    train_engine(engine, 1)
-    zero, events = engine.optimizer, []
-    flats = {id(flat): index for index, flat in enumerate(zero.fp32_partitioned_groups_flat)}
-    read, step = zero.optimizer_swapper.swap_in_optimizer_state, engine.basic_optimizer.step
-    submit = type(zero.optimizer_swapper).__dict__.get("_swap_in_optimizer_state")
-
-    def submitted(swapper: Any, aio_handle: Any, parameter: Any) -> Any:
-        events.append(("read", flats[id(parameter)]))
-        return submit(swapper, aio_handle=aio_handle, parameter=parameter)
-
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        if submit is None:
-            events.append(("read", flats[id(kwargs["parameter"])]))
-        return read(*args, **kwargs)
-
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        groups = engine.basic_optimizer.param_groups
-        events.append(("stepped", next(flats[id(p)] for group in groups for p in group["params"])))
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        if submit is not None:
-            patch.setattr(type(zero.optimizer_swapper), "_swap_in_optimizer_state", submitted)
-        patch.setattr(zero.optimizer_swapper, "swap_in_optimizer_state", asked)
-        patch.setattr(engine.basic_optimizer, "step", stepped)
-        train_engine(engine, 1, first_step=1)
-    swapping = [index for index in flats.values() if zero._swappable_optimizer_subgroup(index)]
-    engine.destroy()
-    return events, swapping
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_the_next_sub_group_is_read_while_this_one_is_stepped(pipelined: bool, tmp_path: Path) -> None:
-    """With pipeline_read its read is submitted before; without, only after."""
-    for events, swapping in run(reads_and_steps, 2, folder=str(tmp_path), pipelined=pipelined):
-        assert len(swapping) == 3
-        for this, following in itertools.pairwise(swapping):
-            assert (events.index(("read", following)) < events.index(("stepped", this))) == pipelined, events
 
 
 # ---- what it needs of the config and of the machine ----------------------------------------------------------

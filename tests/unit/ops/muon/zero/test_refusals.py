@@ -43,31 +43,6 @@ def test_every_rank_refuses_a_wrong_config_in_our_words_before_anything_is_alloc
     assert [key for key, _, _ in RULES if f"<br>  {key}: " not in page] == ["zero_optimization.mics_shard_size"]
 
 
-#: settings that stock refuses by itself, with words of its message; it had MiCS before 0.19.7
-STOCK: list[tuple[dict[str, Any], str]] = [
-    (zero(2, offload_optimizer=CPU | {"ratio": 0.5}), "only supported for ZeRO Stage 3"),
-    (zero(3, compute_grad_norm=False), "compute_grad_norm"),
-    (zero(3) | {"gradient_allreduce_op": "sum"}, "not supported with ZeRO stage 3"),
-    (zero(0) | FP16_MASTERS, "only supported with ZeRO"),
-    (zero(3, mics_shard_size=1), "mics_shard_size"),
-]
-
-
-def test_stock_refuses_some_configs_first() -> None:
-    assert all(words in text for text, words in zip(run(refused_by_stock, 1)[0], [w for _, w in STOCK], strict=True))
-
-
-def refused_by_stock() -> list[str]:
-    """The messages."""
-    found = []
-    for section, _ in STOCK:
-        net = Mlp()
-        kind, text, entered = attempt(lambda net=net, section=section: make_engine(net, ds_config() | section))
-        assert entered == 0 and kind != "UnsupportedError"
-        found.append(text)
-    return found
-
-
 def test_mics_is_refused_where_stock_still_has_it() -> None:
     refuse_unsupported(SimpleNamespace(zero_config=SimpleNamespace(mics_shard_size=-1)), parse({}))
     with pytest.raises(UnsupportedError, match="remove the key"):
@@ -117,10 +92,7 @@ def train_harmlessly(name: str, folder: str) -> tuple[dict[str, str], list[float
 def test_a_setting_is_refused_only_once_it_has_an_effect(name: str, tmp_path: Any) -> None:
     late = {
         "deepcompile": {"compile": "UnsupportedError: compile.deepcompile: DeepCompile runs only on GPUs"},
-        "universal": {
-            "load": "UnsupportedError: this engine cannot load universal checkpoints (checkpoint.load_universal): "
-            "DeepSpeed loads universal checkpoints at"
-        },
+        "universal": {"load": "UnsupportedError: this engine cannot load universal checkpoints"},
     }
     for rank, (raised, rates, warnings) in enumerate(run(train_harmlessly, 2, name=name, folder=str(tmp_path))):
         assert raised.keys() == late.get(name, {}).keys(), raised

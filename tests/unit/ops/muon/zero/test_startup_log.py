@@ -70,6 +70,7 @@ SCHEDULES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | Non
         {"muon_lr": 0.02},
         ("WARNING", f"min_lr = 0.001 {IN_PLACE}muon_lr = 0.02"),
     ),
+    ("WarmupLR", {"warmup_max_lr": 1e-2}, {"weight_decay": 0.1}, ("WARNING", "warmup_max_lr in scheduler.params sets")),
     ("OneCycle", CYCLE, {"lr": 1e-3}, ("INFO", "between 0.8 and 0.9; Muon's momentum does not change")),
     ("OneCycle", CYCLE | {"cycle_momentum": False}, {"lr": 1e-3}, None),
     ("WarmupCosineLR", {"total_num_steps": 9}, {"lr": 1e-3}, None),
@@ -92,31 +93,16 @@ def test_the_rate_and_the_momentum_of_a_schedule_are_named() -> None:
         assert all(level == expected[0] and expected[1] in text for level, text in lines)
 
 
-def test_one_line_of_log_on_rank_0() -> None:
-    """What is updated, by how much, in which dtype, and where the rest is."""
-    (line,), silent = run(logged_at_start, 2, stage=3, widths=(512, 512, 512))
-    assert silent == []
-    assert line == (
-        "INFO",
-        f"deepspeed-muon {deepspeed.muon.__version__}: Muon updates 2 matrices (524,288 parameters), AdamW updates 2 "
-        "tensors (1,024 parameters), on 2 ranks; updates of scale sqrt(max(1, rows / cols)) (adjust_lr_fn original, "
-        "because adam_lr is set, as for stock DeepSpeed's Muon); Newton-Schulz on cpu in fp32 (set by ns_dtype); "
-        "print(engine.basic_optimizer.describe()) shows each parameter",
-    )
-
-
-def step_at_start() -> list[str]:
-    """What the log has of a step at DEBUG."""
-    with logged(logging.DEBUG) as lines:
-        make_engine(Mlp((512, 512, 512)), ds_config(stage=3)).destroy()
-    return lines
-
-
-def test_the_rest_is_there_at_debug() -> None:
-    lines = run(step_at_start, 2)[0]
-    rms = "the update of layers.1.weight [512, 512] has RMS 0.0442 x lr, by adjust_lr_fn original = "
-    assert f"deepspeed-muon: {rms}sqrt(max(1, rows / cols))" in lines
-    assert any(line.startswith("deepspeed-muon: rank 0 sends 1.0 MB per step in fp32; kernels: ") for line in lines)
+def test_rank_0_says_in_one_line_what_is_updated() -> None:
+    """At DEBUG it also says how large an update is and how a step runs."""
+    first, second = run(logged_at_start, 2, level=logging.DEBUG, stage=3, widths=(512, 512, 512))
+    assert [text for level, text in second if level != "DEBUG"] == []
+    (line,) = [text for level, text in first if level != "DEBUG"]
+    facts = ("Muon updates 2 matrices", "AdamW updates 2 tensors", "on 2 ranks", "adjust_lr_fn original", "in fp32")
+    assert all(fact in line for fact in facts), line
+    rest = [text for level, text in first if level == "DEBUG"]
+    assert any("the update of layers.1.weight [512, 512] has RMS 0.0442 x lr" in text for text in rest)
+    assert any("rank 0 sends 1.0 MB per step in fp32; kernels: " in text for text in rest)
 
 
 def described(stage: int, is_bound: bool) -> list[Any]:
@@ -157,14 +143,6 @@ def test_what_takes_long_at_the_start_is_told() -> None:
                 time.sleep(waiting)
         assert len(said) == expected
         assert all(line == "deepspeed-muon: planning the exchange took 0.1 s" for line in said)
-
-
-def test_no_matrix_for_muon_is_a_warning_with_the_reasons() -> None:
-    text = (
-        "deepspeed-muon: AdamW updates all parameters; no matrix goes to Muon: use_muon = False set by the user; "
-        "ignore this if you intend it, otherwise change muon_exclude or param.use_muon, or train matrices"
-    )
-    assert run(logged_at_start, 2, tag=False) == [[("WARNING", text)], []]
 
 
 def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:

@@ -38,16 +38,6 @@ def test_lines_are_those_of_the_grid(world: int, tp: int) -> None:
     assert lines == [range(rank % tp, world - tp + rank % tp + 1, tp) for rank in range(world)]
 
 
-def test_stages_of_a_pipeline_have_grids_of_their_own() -> None:
-    data, tensor = groups(4, 2)
-    data += [[rank + 4 for rank in line] for line in data]
-    tensor += [[rank + 4 for rank in row] for row in tensor]
-    positions = _positions(data, tensor)
-    assert sorted({tuple(members) for members in positions.values()}) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    lines = _lines(data, tensor, positions)
-    assert lines is not None and lines[:4] == lines[4:]
-
-
 def test_uneven_groups_are_found() -> None:
     data = [[0, 1, 3], [0, 1, 3], [2, 4, 5], [0, 1, 3], [2, 4, 5], [2, 4, 5]]
     tensor = [[0, 2], [1, 4], [0, 2], [3, 5], [1, 4], [3, 5]]
