@@ -41,21 +41,6 @@ def test_a_single_triple_is_repeated_and_a_schedule_fixes_the_number_of_steps() 
     assert all(type(value) is float for triple in triples for value in triple)
 
 
-@pytest.mark.parametrize(
-    ("coefficients", "steps", "length"),
-    [("polar_express", 6, 5), (((1, 0, 0), (1, 0, 0)), 1, 2), (((1, 0, 0), (1, 0, 0)), 3, 2)],
-)
-def test_other_steps_than_the_schedules_are_refused(coefficients: str | Schedule, steps: int, length: int) -> None:
-    with pytest.raises(ValueError, match=rf"ns_steps is {steps}\b.*{length} steps"):
-        schedule(coefficients, steps)
-
-
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'polar_expres'") as error:
-        schedule("polar_expres")
-    assert all(name in str(error.value) for name in NAMED)
-
-
 @pytest.mark.parametrize("name", NAMED)
 def test_small_values_grow_and_none_leaves_the_range(name: str) -> None:
     """Below 0.01 values do not reach one, but stay positive and never overshoot; rounding may exceed one a little."""
