@@ -4,7 +4,6 @@
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,14 @@ Command = Callable[..., Any]
 
 
 @pytest.fixture
-def init(init_with: Command) -> Command:
-    """Calls `ds_muon init --config`."""
-    return partial(init_with, "--config")
+def init(tmp_path: Path, ds_muon: Command) -> Command:
+    """Calls `ds_muon init --config` for a file with these sections, or with this text."""
+
+    def call(*flags: Any, text: str = "", file: str = "ds.json", **config: Any) -> Any:
+        (tmp_path / file).write_text(text or json.dumps(config))
+        return ds_muon("init", "--config", tmp_path / file, *flags)
+
+    return call
 
 
 @pytest.fixture

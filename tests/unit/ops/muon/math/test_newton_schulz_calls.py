@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz as a call: where it writes, how many matrices it takes at a time, its cost."""
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -33,26 +32,6 @@ def test_the_result_is_where_the_matrix_was(method: str, steps: int) -> None:
         assert orthogonalize(x, VARIED[:steps], method) is x
         assert relative(flat[100:500].view(shape), reference(kept[100:500].view(shape), VARIED[:steps])) < 1e-4
         assert flat[:100].equal(kept[:100]) and flat[500:].equal(kept[500:])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_cpu_works_on_few_large_matrices_at_a_time(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """As many as its caches hold, and the same result in every bit as of each alone."""
-    x = torch.randn(7, 16, 24, generator=generator(0))
-    alone = torch.cat([orthogonalize(one.clone(), VARIED, method) for one in x.split(1)])
-    nbytes = 2 * 4 * (16 * 24 + 2 * 16 * 16)
-    monkeypatch.setattr(kernel_set, "CACHED_BYTES", 3 * nbytes + 1)
-    counts: list[int] = []
-
-    def normalize(part: Tensor, out: Tensor, norm: float) -> Tensor:
-        counts.append(len(part))
-        return kernel_set.TORCH.normalize(part, out, norm)
-
-    result = orthogonalize(x, VARIED, method, kernels=dataclasses.replace(kernel_set.TORCH, normalize=normalize))
-    assert counts == [3, 3, 1]
-    assert torch.equal(result, alone)
-    monkeypatch.setattr(kernel_set, "CACHED_BYTES", 1)
-    assert kernel_set.matrices_together(x, torch.float32) == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("method", METHODS)

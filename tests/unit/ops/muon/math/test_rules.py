@@ -134,14 +134,6 @@ def test_scales(rows: int, cols: int, original: float, rms: float, spectral: flo
     assert {name: scale_factor(name, rows, cols) for name in SCALES} == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
-def test_scales_are_torchs(name: str, shape: tuple[int, int]) -> None:
-    from torch.optim._muon import _adjust_lr
-
-    assert _adjust_lr(0.1, name, torch.Size(shape)) == pytest.approx(0.1 * scale_factor(name, *shape), rel=1e-12)
-
-
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("shape", [(24, 24), (24, 60), (60, 24), (2, 50)])
 def test_update_rms(name: str, shape: tuple[int, int]) -> None:
