@@ -259,7 +259,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": "small.py:broken"}, "RuntimeError: no luck\n"),
     ({"model": "small.py:nothing"}, "NoneType"),
     ({"model": "lama"}, "llama"),
-    ({"model": "nope.json"}, "nope.json"),
+    ({"model": "nope.json"}, "no such file or folder"),
     ({"optimizer": {"type": "AdamW"}}, "optimizer.type: got 'AdamW'"),
     ({"optimizer": MUON | {"params": {"momentm": 1}}}, "params.momentm"),
     ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include"),
