@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz as a call: where it writes, how many matrices it takes at a time, its cost."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -51,14 +50,6 @@ def test_an_accelerator_works_on_as_many_matrices_as_their_temporaries_allow(
         assert torch.equal(orthogonalize(x.clone(), VARIED, method, work=work), alone)
         held[together] = work.nbytes()
     assert held[2] == 2 * held[1] and held[3] == 3 * held[1] and held[99] == 7 * held[1]
-
-
-def test_an_accelerator_orthogonalizes_large_matrices_one_by_one() -> None:
-    """Temporaries of 256 MiB, or of one matrix: bf16 matrices of models from 1B to 70B."""
-    by_gram = {(1024, 4096): 16, (2048, 8192): 4, (14336, 4096): 1, (8192, 28672): 1}
-    by_standard = {(1024, 1024): 42, (2048, 2048): 10, (4096, 4096): 2, (8192, 8192): 1}
-    for shapes, smalls in ((by_gram, 4), (by_standard, 2)):
-        assert {s: kernel_set.batch_limit(math.prod(s), min(s), smalls, 2, True) for s in shapes} == shapes
 
 
 def test_a_workspace_reuses_and_grows(monkeypatch: pytest.MonkeyPatch) -> None:
