@@ -168,6 +168,14 @@ def test_sums_and_memory_of_all_ranks_are_those_of_the_plans(
         assert found.peak.total == max(peaks)
 
 
+def test_stage_0_sends_nothing_and_repeats_newton_schulz() -> None:
+    found = estimate([group([(8, 8), (8, 16)])], Layout(0, 4), parse({}), GPU)
+    facts = per_rank(found)
+    assert facts["sent_bytes"] == {"mean": 0.0, "max": 0.0, "least_mean": 0.0}
+    gflop = facts["newton_schulz_gflop"]
+    assert gflop["mean"] == gflop["max"] == sum(found.costs[0].flops) / 1e9 > 0
+
+
 def test_each_part_waits_for_its_own_busiest_rank() -> None:
     """Each of two ranks does all of one part: nobody has more work, and yet a step takes twice the mean."""
     found = estimate([group([(8, 8)]), group([(8, 8)])], Layout(3, 2), parse({}), GPU)

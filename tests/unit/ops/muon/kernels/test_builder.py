@@ -389,6 +389,27 @@ def test_a_first_start_that_is_killed_is_followed_by_one_that_trains(
 
 
 @needs_compiler
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+def test_ranks_of_unlike_machines_train(tmp_path: Path) -> None:
+    """They share a cache, and the kernels' names; each builds for its own CPU."""
+    cache_beside(tmp_path)
+    pool = Pool(2, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, restart=True)
+    try:
+        names = pool.run(train_as_capability, {}, 300)
+    finally:
+        pool.close()
+    assert [built.name for built in sorted(tmp_path.glob("muon_*/*/*.so"))] == ["muon_avx2.so", "muon_default.so"]
+    assert names == ["C++ (AVX2)", "C++ (DEFAULT)"]
+
+
+def train_as_capability() -> str:
+    rank = torch.distributed.get_rank()
+    torch.backends.cpu.get_cpu_capability = lambda: ("AVX2", "DEFAULT")[rank]  # type: ignore[assignment]
+    return train_two_steps()
+
+
+@needs_compiler
 @pytest.mark.skipif(
     not hasattr(cpp_extension, "FileBaton"), reason="this torch builds under locks that end with a process"
 )

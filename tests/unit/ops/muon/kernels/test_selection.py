@@ -13,6 +13,7 @@ from deepspeed.muon import MuonWithAuxAdam
 from deepspeed.muon.kernels import cpp_kernels, kernel_set, selection, triton_kernels
 from deepspeed.muon.kernels.builder import MuonBuilder
 from deepspeed.muon.kernels.kernel_set import KernelSet
+from deepspeed.muon.zero.bind import _judge_kernels
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import MODELS, train_engine
@@ -58,6 +59,13 @@ def test_the_best_table_for_the_devices(fakes: Fakes, kinds: list[str], missing:
     assert table.name == name
     assert all(reason in selection.summary(table, found) for reason in missing.values())
     assert selection.choose(selection.unavailable_kernels("torch", kinds)) is kernel_set.TORCH
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(["bf16", "bf16"], "bf16"), (["fp16", "fp32"], "fp32"), (["bf16", "fp16"], "fp16")]
+)
+def test_unlike_ranks_take_the_most_exact_dtype(ranks: list[str], dtype: str) -> None:
+    assert _judge_kernels([{"unavailable": {}, "dtype": one} for one in ranks])["dtype"] == dtype
 
 
 @pytest.mark.parametrize("supports_fp16", [True, False])
