@@ -47,28 +47,7 @@ LIBRARIES: dict[str, set[str]] = {
     "zero": {"torch", "packaging", "pydantic", "hjson", "yaml"},  # as DeepSpeed itself, and YAML
     "cli": {"torch", "transformers", "yaml", "hjson", "psutil", "matplotlib"},  # hjson and psutil as DeepSpeed itself
 }
-#: What of DeepSpeed's `comm` sends nothing between ranks.
-LOCAL = {"config", "get_global_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"}
-#: The module and the function that launch collectives through it.
-LAUNCH = ("exchange.run", "_start")
 GROUP_MAKERS = re.compile(r"^(new_(sub)?groups?\w*|split_group|init_device_mesh|DeviceMesh|_?create_\w*group\w*)$")
-#: Modules that may reach one kind of accelerator through torch, and why.
-OF_ONE_KIND = {
-    "cli.main": "`ds_muon plan --device cuda` names it",
-    "cli.report": "the version of NCCL",
-    "kernels.triton_elementwise": "Triton's tables run on NVIDIA's and AMD's GPUs only",
-    "kernels.triton_kernels": "the same",
-    "kernels.kernel_set": "these settings can be read and written on every machine",
-}
-#: Modules that may compute in fp64, and why.
-IN_FP64 = {
-    "math.rules": "where `has_fp64`",
-    "model.routing": "dtypes of the user's parameters",
-    "exchange.consensus": "where `has_fp64`",
-    "monitor": "on the CPU",
-    "zero.tried_run": "on the CPU",
-}
-KINDS = ("torch.cuda", "torch.mps", "torch.npu", "torch.xpu", "torch.hpu", "torch.backends.cuda", "torch.backends.mps")
 
 
 def name_of(path: Path) -> str:
@@ -112,36 +91,6 @@ def mentions(module: ast.Module) -> set[str]:
     return names
 
 
-@functools.cache
-def full_names(module: ast.Module) -> dict[ast.AST, str]:
-    """The dotted names in a module, with what it has imported under another or a shorter name in full."""
-    starts = {}
-    for node in ast.walk(module):
-        if isinstance(node, ast.Import):
-            starts |= {alias.asname: alias.name for alias in node.names if alias.asname}
-        elif isinstance(node, ast.ImportFrom):
-            starts |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    found = {}
-    for node in ast.walk(module):
-        start, dot, rest = dotted(node).partition(".")
-        if start:
-            found[node] = f"{starts.get(start, start)}{dot}{rest}"
-    return found
-
-
-@functools.cache
-def calls_of_few(module: ast.Module) -> list[str]:
-    """Calls that some accelerator refuses: pinned memory of torch's, a generator of its own, `frexp` and the like."""
-    found = []
-    for call in (node for node in ast.walk(module) if isinstance(node, ast.Call)):
-        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        is_pinned = (method == "pin_memory" and not call.args) or "pin_memory" in [one.arg for one in call.keywords]
-        is_generator = dotted(call.func) == "torch.Generator" and (call.args or call.keywords)
-        if is_pinned or is_generator or method in ("frexp", "cuda", "double"):
-            found.append(ast.unparse(call))
-    return found
-
-
 def below(name: str, *prefixes: str) -> bool:
     return any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
 
@@ -178,26 +127,10 @@ def collectives_elsewhere(name: str, module: ast.Module) -> list[str]:
     return [one for one in others if below(one, "torch.distributed", "deepspeed.comm")]
 
 
-def collectives_of_deepspeed(name: str, module: ast.Module) -> list[str]:
-    """Only one function of the exchange calls DeepSpeed's collectives."""
-    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
-    launch = [node for node in functions if (name, node.name) == LAUNCH]
-    allowed = {inner for node in launch for inner in ast.walk(node)}
-    used = {text for node, text in full_names(module).items() if node not in allowed}
-    return [one for one in used if one.startswith("deepspeed.comm.") and one.split(".")[2] not in LOCAL]
-
-
 def groups_elsewhere(name: str, module: ast.Module) -> list[str]:
     """Only `exchange.consensus` makes process groups, which all ranks of the world must make in one order."""
     others = () if name == "exchange.consensus" else mentions(module)
     return [one for one in others if GROUP_MAKERS.match(one.rpartition(".")[2])]
-
-
-def accelerators_of_one_kind(name: str, module: ast.Module) -> list[str]:
-    """What not every accelerator of DeepSpeed's has is reached through it, or by an operation that each has."""
-    kinds = [one for one in mentions(module) if below(one, *KINDS) and name not in OF_ONE_KIND]
-    wide = [one for one in mentions(module) if one.endswith((".float64", ".double")) and name not in IN_FP64]
-    return kinds + wide + calls_of_few(module)
 
 
 def deepspeed_elsewhere(name: str, module: ast.Module) -> list[str]:
@@ -221,9 +154,7 @@ def other_libraries(name: str, module: ast.Module) -> set[str]:
 RULES: list[Callable[[str, ast.Module], Iterable[str]]] = [
     upward_imports,
     collectives_elsewhere,
-    collectives_of_deepspeed,
     groups_elsewhere,
-    accelerators_of_one_kind,
     deepspeed_elsewhere,
     other_libraries,
 ]
@@ -240,12 +171,6 @@ def test_no_modules_import_each_other() -> None:
 
 
 # ---- beside the package -----------------------------------------------------------------------------------------
-
-
-def test_the_folder_is_laid_beside_deepspeeds_own_files() -> None:
-    """An `__init__.py` there would hide the installed DeepSpeed."""
-    assert not (ROOT / "deepspeed" / "__init__.py").exists()
-    assert (PACKAGE / "__init__.py").exists()
 
 
 def test_no_test_imports_another() -> None:

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of processes itself: results, failures, hangs and reuse; the judge of their collectives."""
+"""The pool of processes itself: failures and hangs; the judge of their collectives."""
 
 import os
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import extensions
 from helpers.collectives import Call, first_fault
-from helpers.distributed import RankError, end_worn_pools, run
-from helpers.training import train
+from helpers.distributed import RankError, run
 
 
 def pid() -> int:
     return os.getpid()
-
-
-def variable(name: str) -> str | None:
-    return os.environ.get(name)
 
 
 def fail_on(rank: int) -> None:
@@ -35,57 +27,6 @@ def sleep_forever_on(rank: int) -> int:
     while dist.get_rank() == rank:
         time.sleep(0.1)
     return os.getpid()
-
-
-def threads_after_groups(count: int) -> int:
-    """How many threads this rank had before it makes groups that DeepSpeed remembers."""
-    from deepspeed.utils import groups
-
-    assert not groups._EXPERT_PARALLEL_GROUP
-    threads = psutil.Process().num_threads()
-    for index in range(count):
-        groups._EXPERT_PARALLEL_GROUP[str(index)] = group = dist.new_group(range(dist.get_world_size()))
-        dist.barrier(group)
-    return threads
-
-
-KEPT: list[object] = []
-
-
-def keep_groups(count: int) -> int:
-    """This process, which then has three threads more for each group."""
-    for _ in range(count):
-        KEPT.append(dist.new_group(range(dist.get_world_size())))
-        dist.barrier(KEPT[-1])
-    return os.getpid()
-
-
-def test_a_pool_whose_groups_add_up_is_replaced() -> None:
-    first, second, third = (run(keep_groups, 2, count=count)[0] for count in (3, 70, 0))
-    end_worn_pools()
-    fourth, fifth = (run(keep_groups, 2, count=0)[0] for _ in range(2))
-    assert first == second == third != fourth == fifth
-
-
-def name_of_linear() -> str:
-    return torch.nn.functional.linear.__name__
-
-
-def test_a_job_finds_torch_as_it_is_after_stage_3() -> None:
-    run(train, 1, model="mlp", steps=1, stage=3)
-    assert run(name_of_linear, 1) == ["linear"]
-
-
-def test_process_groups_end_with_the_job() -> None:
-    first, second = (run(threads_after_groups, 2, count=5)[0] for _ in range(2))
-    assert first == second
-
-
-def test_fresh_pool_has_its_own_processes_and_environment() -> None:
-    assert run(variable, 1, fresh=True, env={"MUON_TEST_VARIABLE": "5"}, name="MUON_TEST_VARIABLE") == ["5"]
-    assert run(variable, 1, name="MUON_TEST_VARIABLE") == [None]
-    with pytest.raises(ValueError):
-        run(pid, 1, env={"MUON_TEST_VARIABLE": "5"})
 
 
 def test_exception_reaches_the_parent() -> None:
@@ -107,17 +48,6 @@ def test_rank_that_sleeps_forever_is_killed_and_the_next_run_works() -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(old, 0)
     assert not set(pids) & set(run(pid, 2))
-
-
-def test_only_locks_of_killed_builds_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "FOLDER", tmp_path)
-    left, held = tmp_path / "killed" / "lock", tmp_path / "building" / "lock"
-    for lock in (left, held):
-        lock.parent.mkdir()
-        lock.touch()
-    with held.open():
-        extensions.remove_locks()
-        assert held.exists() and not left.exists()
 
 
 # ---- the order of collectives -------------------------------------------------------------------------------

@@ -18,21 +18,17 @@ from deepspeed.muon.exchange.memory import Memory, peak
 from deepspeed.muon.forecast import (
     GroupSpec,
     estimate,
-    group_specs,
     lay_out,
     per_rank,
     step_operations,
-    stock_clipping,
 )
 from deepspeed.muon.math.newton_schulz import method_of
-from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run
 from helpers.forecasts import STEPS, bound, check_against_the_engine, forecast
-from helpers.models import MODELS
 from helpers.paths import ROOT
 from helpers.plans import counted_cost, demand_of, make_plan, specs
-from helpers.training import FP32_GRADIENTS, PARAMS, with_params
+from helpers.training import FP32_GRADIENTS, with_params
 
 GPU = Memory(wire="bf16", dtype="bf16", device_type="cuda")
 CASES: list[tuple[str, Layout, dict[str, Any]]] = [
@@ -196,18 +192,3 @@ def test_operations_of_a_step_on_an_accelerator() -> None:
     computed, exchange = 2 * (20 + 10) * m**3, 8000 * 2 * 2 * m * m + 2 * 2 * 8e9
     assert (len(cost.plan.buckets), max(cost.sent_bytes)) == (2, 2 * 2 * m * m) and exchange < computed
     assert step == {"newton_schulz": computed, "communication": pytest.approx(exchange / 2)}
-
-
-def test_the_norm_that_stock_clips() -> None:
-    """Singular values of an orthogonal matrix are one: min(rows, cols) of them, times the scale."""
-    groups = [group([(64, 16), (16, 64)]), GroupSpec(use_muon=False, specs=(MatrixSpec("e", (99, 9), False, "test"),))]
-    norm = (2.0**2 * 16 + 16) ** 0.5
-    assert stock_clipping(groups, 0.5) == {"gradient_clipping": 0.5, "update_norm": norm, "divided_by": norm / 0.5}
-    assert stock_clipping(groups, 0.0)["divided_by"] == stock_clipping(groups, 99.0)["divided_by"] == 1.0
-
-
-def test_settings_of_the_config_reach_the_groups() -> None:
-    params = PARAMS | {"ns_method": "gram", "adjust_lr_fn": "match_rms_adamw", "rms_scale": 0.4}
-    muon, adam = group_specs(MODELS["mlp"](), parse(params))
-    assert (muon.ns_method, adam.use_muon) == ("gram", False)
-    assert muon.scale(4, 9) == pytest.approx(0.4 * 3)

@@ -108,8 +108,13 @@ def test_a_step_leaves_the_settings_as_they_were() -> None:
 def test_a_closure_runs_under_the_settings_of_the_script() -> None:
     net = FixedGradients(SHAPES)
     optimizer, seen = MuonWithAuxAdam(net.parameters(), model=net, **PARAMS), []
+
+    def closure() -> float:
+        seen.append((torch.get_default_dtype(), torch.is_autocast_enabled("cpu")))
+        return 0.5
+
     with default_dtype(torch.float64), torch.autocast("cpu", dtype=torch.bfloat16):
-        optimizer.step(lambda: seen.append((torch.get_default_dtype(), torch.is_autocast_enabled("cpu"))))
+        assert optimizer.step(closure) == 0.5
     assert seen == [(torch.float64, True)]
 
 

@@ -3,7 +3,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,17 +29,6 @@ class Outcome(NamedTuple):
         assert (self.status, self.out) == (2, ""), self
         assert words in text and text.startswith(f"ds_muon {command}: "), text
         assert lines is None or text.count("\n") == lines, text
-
-
-@pytest.fixture
-def init_with(tmp_path: Path, ds_muon: Callable[..., Outcome]) -> Callable[..., Outcome]:
-    """Calls `ds_muon init` with this flag for a file with these sections, or with this text."""
-
-    def call(flag: str, *flags: Any, text: str = "", file: str = "ds.json", **config: Any) -> Outcome:
-        (tmp_path / file).write_text(text or json.dumps(config))
-        return ds_muon("init", flag, tmp_path / file, *flags)
-
-    return call
 
 
 @pytest.fixture

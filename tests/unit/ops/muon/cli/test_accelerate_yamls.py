@@ -82,26 +82,6 @@ def test_what_accelerate_would_not_start_with_deepspeed_is_refused_by_name(
     ds_muon("init", "--config", "some.yaml").must_refuse("init", words)
 
 
-#: Shape -> what the table of decisions says about a field that neither file shows.
-TOLD = {
-    "clipping off": "gradient_clipping removed accelerate does not pass 0 on, so DeepSpeed clips at its default, 1.0",
-    "8-bit floats": "mixed_precision removed accelerate refuses it next to deepspeed_config_file; pass --mixed",
-    "the first versions: fp16 as a flag, no mixed_precision": "mixed_precision moved to fp16.enabled",
-    "a ds_config file, a launcher, and little else": "comments not kept copy what you need from old.yaml",
-    "a ds_config file": "deepspeed_config_file changed ds_config.json is ds.json for Muon",
-}
-
-
-@pytest.mark.parametrize("name", TOLD)
-def test_fields_that_are_in_neither_file_are_named(
-    name: str, ds_muon: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text(DS_CONFIG)
-    Path("old.yaml").write_text(SHAPES[name])
-    assert TOLD[name] in " ".join(ds_muon("init", "--config", "old.yaml").err.split())
-
-
 def train(configs: list[dict[str, Any]]) -> list[bool]:
     """Whether the weights have moved after three steps with each config, and are finite."""
     import deepspeed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ds_muon plan and report: what they print, as text and as JSON, and what is refused in which words."""
+"""The commands ds_muon plan and report: the numbers that they print, and what is refused."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from deepspeed.muon.cli import report
 from deepspeed.muon.cli.build_model import build
 from deepspeed.muon.errors import ModelError
 from deepspeed.muon.zero import patches
-from deepspeed.muon.zero.read_config import Settings, read_settings
+from deepspeed.muon.zero.read_config import read_settings
 from deepspeed.muon.zero.wrappers.adapter import Seam
 from helpers.logs import logged
 from helpers.models import TinyGpt
@@ -78,14 +78,11 @@ def test_repeated_layers_are_folded(plan: Command) -> None:
     assert status == 0 and err == "a model talks\n"
     (line,) = [line for line in out.splitlines() if ".up.weight" in line]
     assert line.split()[:7] == ["layers.{0..5}.up.weight", "x6", "256", "x", "64", "Muon", "1"]
-    assert line.endswith("hidden matrix of Linear")
-    for words in ("196,608 parameters in 12 tensors, 12 matrices", "the mean would be", "stage 3, 4 ranks"):
-        assert words in out
+    assert "196,608 parameters in 12 tensors, 12 matrices" in out
     scale_squared = 256 / 64
     norm = (6 * scale_squared * 64 + 6 * 64) ** 0.5
-    assert "coming from stock" not in out
     stocks = {"type": "Muon", "params": {"muon_lr": 1e-3, "momentum": 0.95}}
-    assert f"stock's clipping at 1.0 divided its updates by about {norm:.0f}\n" in plan(optimizer=stocks).out
+    assert f"divided its updates by about {norm:.0f}\n" in plan(optimizer=stocks).out
 
 
 def test_folding_keeps_unlike_parameters_apart(plan: Command) -> None:
@@ -170,12 +167,9 @@ def test_the_memory_of_nccl_is_counted_where_ranks_exchange_over_it(flags: str, 
 def test_the_first_answer_is_whether_it_fits(gigabytes: str | None, fits: bool | None, plan: Command) -> None:
     flags = ("--memory", gigabytes) if gigabytes else ()
     zero = {"stage": 3, "reduce_bucket_size": 1000}
-    memory = plan("--json", *flags, zero_optimization=zero).facts["memory"]
-    assert memory["fits"] is fits
+    assert plan("--json", *flags, zero_optimization=zero).facts["memory"]["fits"] is fits
     out = plan(*flags, zero_optimization=zero).out
     assert out.splitlines()[2].startswith({True: "fits: ", False: "does not fit: ", None: "memory: "}[fits])
-    assert "--why says what this plan assumes" in out and "NVIDIA/nccl#1685" not in out
-    assert "NVIDIA/nccl#1685" in plan("--why").out
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -200,30 +194,13 @@ def test_what_is_offloaded_needs_no_memory_of_a_device(plan: Command) -> None:
     assert {row for row, nbytes in rows.items() if not nbytes} == {
         *("weights", "gradients", "fp32_weights", "fp32_gradients", "optimizer_state")
     }
-    assert "optimizer state per rank" in plan(zero_optimization=zero).out
-
-
-def test_the_table_of_shares_has_a_column_for_the_given_tokens(plan: Command) -> None:
-    out = plan("--world-size", 1, "--device", "cpu", "--tokens", 20).out
-    titles, shares = (
-        line for line in out.splitlines() if line.startswith(("tokens per rank", "Muon's share of a step  "))
-    )
-    assert titles.split("  ", 1)[1].split() == ["20", "1,024", "4,096", "16,384", "65,536"]
-    muon = 12 * TRIANGLE
-    percent = [100 * muon / (muon + 6 * sum(NUMEL) * tokens) for tokens in (20, 1024, 4096, 16384, 65536)]
-    texts = [f"{value:.{digits}f}" for value, digits in zip(percent, (0, 1, 1, 2, 2), strict=True)]
-    assert shares.split("  ", 1)[1].replace("%", "").split() == texts
 
 
 def test_flags_win_over_the_config(plan: Command) -> None:
     facts = plan("--json", "--stage", "0").facts
     assert facts["stage"] == 0
     assert all(row["owners"] == [0, 1, 2, 3] for row in facts["parameters"] if row["rule"] == "Muon")
-    text = plan("--stage", "0").out
-    assert "nothing: every rank holds every matrix and" in text and text.count("  each rank  ") == 2
-    assert "  each rank  " not in plan("--stage", "3").out, "there the ranks divide the matrices"
-    text = plan("--world-size", "1").out
-    assert "nothing: every matrix lies whole in the shard of one rank" in text and "  each rank  " not in text
+    assert plan("--stage", "0", "--why").status == plan("--world-size", "1").status == 0
 
 
 def test_the_config_is_read_as_the_engine_reads_it(plan: Command) -> None:
@@ -246,23 +223,7 @@ def test_auto_of_hugging_face_counts_as_filled_in_later(plan: Command) -> None:
         **dict.fromkeys(keys, "auto"),
     ).facts
     assert facts["scale"] == "match_rms_adamw", "a learning rate will be there"
-    (note,) = [note for note in facts["notes"] if note.startswith("auto")]
-    filled = "lr, betas, eps, weight_decay filled in by Hugging Face's integration"
-    assert note.startswith(f"auto: optimizer.params: {filled}; ")
-    assert "zero_optimization.reduce_bucket_size" in note and note.endswith(" taken as DeepSpeed's defaults")
     assert facts["stock_clipping"]["gradient_clipping"] == 1.0
-
-
-def test_presets_and_rules_are_named(plan: Command) -> None:
-    """With NorMuon's state, 4 bytes per output, at the owners: 12 matrices on 4 ranks."""
-    plain, optimizer = plan("--json").facts, OPTIMIZER | {"params": {"preset": "nanochat"}}
-    facts = plan("--json", optimizer=optimizer).facts
-    rules = ["MuonEq (rows), Muon+, NorMuon (beta2 0.9)", "momentum from 0.85 over 400 steps", "cautious weight decay"]
-    assert plain["beyond_muon"] == [] and facts["beyond_muon"] == rules
-    assert f"beyond plain Muon         {', '.join(rules)}\n" in plan(optimizer=optimizer).out
-    assert any(note.startswith("preset nanochat sets muon_lr 0.02, ") for note in facts["notes"])
-    mean, plain_mean = (found["per_rank"]["state_bytes"]["mean"] for found in (facts, plain))
-    assert mean - plain_mean == 4 * 6 * (256 + 64) / 4
 
 
 # ---- models ---------------------------------------------------------------------------------------------
@@ -291,23 +252,21 @@ def test_hugging_face_configs(tmp_path: Path) -> None:
 MUON = {"type": "Muon"}
 #: A model or sections of the ds_config, and words of the message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": "nope.py:model"}, "there is no file nope.py"),
-    ({"model": "nope.mod:model"}, "importing nope.mod raised ModuleNotFoundError"),
-    ({"model": "small.py"}, "a Python file needs a function: small.py:function, which returns the model"),
-    ({"model": "small.py:modl"}, "small.py has no function 'modl'; did you mean model?"),
-    ({"model": "small.py:broken"}, "the function raised RuntimeError: no luck\n"),
-    ({"model": "small.py:nothing"}, "returned NoneType, expected a torch.nn.Module"),
-    ({"model": "lama"}, "did you mean llama?"),
-    ({"model": "nope.json"}, "no such file or folder; expected a Hugging"),
-    ({"optimizer": {"type": "AdamW"}}, "optimizer.type: got 'AdamW', expected \"Muon\"; ds_muon init converts"),
-    ({"optimizer": {"type": "Moun"}}, "optimizer.type: got 'Moun', expected \"Muon\"; did you mean Muon?"),
-    ({"optimizer": MUON | {"params": {"momentm": 1}}}, "params.momentm: got 1; unknown key, did you mean momentum?"),
-    ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include: 'nope' matches none"),
-    ({"zero_optimization": {"stage": 5}}, "stage: got 5; "),
-    ({"zero_optimization": {"offload_param": {"device": "nvm"}}}, "offload_param.device: got 'nvm'; "),
-    ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow: it updates"),
+    ({"model": "nope.py:model"}, "nope.py"),
+    ({"model": "nope.mod:model"}, "ModuleNotFoundError"),
+    ({"model": "small.py"}, "a Python file needs a function"),
+    ({"model": "small.py:modl"}, "'modl'"),
+    ({"model": "small.py:broken"}, "RuntimeError: no luck\n"),
+    ({"model": "small.py:nothing"}, "NoneType"),
+    ({"model": "lama"}, "llama"),
+    ({"model": "nope.json"}, "no such file or folder"),
+    ({"optimizer": {"type": "AdamW"}}, "optimizer.type: got 'AdamW'"),
+    ({"optimizer": MUON | {"params": {"momentm": 1}}}, "params.momentm"),
+    ({"optimizer": MUON | {"params": {"muon_include": "nope"}}}, "muon_include"),
+    ({"zero_optimization": {"stage": 5}}, "stage: got 5"),
+    ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
-    ({"fp16": {"loss_scal": 0}}, "ds.json: DeepSpeed refuses this config: loss_scal: got 0; Extra inputs are not"),
+    ({"fp16": {"loss_scal": 0}}, "loss_scal: got 0"),
 ]
 
 
@@ -320,16 +279,12 @@ def test_mistakes_are_named_as_they_are_written(given: dict[str, Any], words: st
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--wrld-size", "4"], "unknown flag --wrld-size; did you mean --world-size?"),
-        (["--measured"], "--measured is removed; the plan counts operations and bytes, and a short run shows the"),
-        (["--world-size", "0"], "--world-size: got '0', expected a whole number of at least 1"),
-        (["--tokens", "0"], "--tokens: got '0', expected a whole number of at least 1"),
-        (
-            ["--active-parameters", "999999999"],
-            "--active-parameters: got 999,999,999, but the model has only 327,528 pa",
-        ),
-        (["--stage", "4"], "--stage: invalid choice: 4 (choose from 0, 1, 2, 3)"),
-        (["--config", "nope.json"], "ds_muon plan: nope.json: No such file or directory\n"),
+        (["--wrld-size", "4"], "--wrld-size"),
+        (["--world-size", "0"], "--world-size: got '0'"),
+        (["--tokens", "0"], "--tokens: got '0'"),
+        (["--active-parameters", "999999999"], "--active-parameters: got 999,999,999"),
+        (["--stage", "4"], "--stage: invalid choice: 4"),
+        (["--config", "nope.json"], "nope.json: No such file or directory\n"),
     ],
     ids=" ".join,
 )
@@ -337,27 +292,11 @@ def test_wrong_flags(flags: list[str], words: str, plan: Command) -> None:
     plan(*flags).must_refuse("plan", words)
 
 
-def test_a_removed_command_says_what_to_do_instead(ds_muon: Command) -> None:
-    words = (
-        "ds_muon: plot is removed; TensorBoard, W&B or any viewer of CSV files draws the six values that DeepSpeed's"
-    )
-    assert ds_muon("plot", "logs/run") == (2, "", f"{words} monitor gets\n")
-
-
-# ---- warnings about the config --------------------------------------------------------------------------
-
-
-def read(section: dict[str, Any], **params: Any) -> tuple[Settings, list[str]]:
-    """What a config with these sections is read as, and the warnings about it."""
+def test_gradient_clipping_wins_over_max_grad_norm() -> None:
+    section = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}, "gradient_clipping": 0.5}
     with logged(logging.WARNING) as said:
-        optimizer = {"type": "Muon", "params": {"lr": 1e-3, **params}}
-        return read_settings("ds.json", {"optimizer": optimizer} | section, world_size=1), said
-
-
-def test_a_second_key_for_clipping_and_absurd_values_are_pointed_out() -> None:
-    settings, said = read({"gradient_clipping": 0.5}, max_grad_norm=1.0)
-    assert settings.gradient_clipping == 0.5 and ["max_grad_norm 1.0 is ignored" in text for text in said] == [True]
-    assert ["eps 1e+08" in text for text in read({}, eps=1e8, weight_decay=0.1)[1]] == [True]
+        assert read_settings("ds.json", section, world_size=1).gradient_clipping == 0.5
+    assert ["max_grad_norm" in text for text in said] == [True]
 
 
 # ---- report ---------------------------------------------------------------------------------------------
@@ -368,14 +307,8 @@ def test_report(ds_muon: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts["ok"], facts["problems"]) == (True, [])
     assert len(facts["seams"]) == len(patches.SEAMS) and set(facts["seams"].values()) == {"in use", "ready"}
     assert facts["versions"]["deepspeed-muon"] and facts["tested_deepspeed"]["includes_installed"] is True
-    assert facts["backends"]["gloo"] is True and facts["activation"]["entry_point_registered"] is True
-    out = ds_muon("report").out
-    assert out.startswith("nothing essential is missing\n")
-    (line,) = [line for line in out.splitlines() if line.startswith("replaced in DeepSpeed ")]
-    assert line.endswith("; --all lists them") and " in use" in line and "DeepSpeedEngine" not in out
-    (line,) = [line for line in ds_muon("report", "--all").out.splitlines() if "engine.DeepSpeedEngine " in line]
-    used, _, ready = line.partition("; ")
-    assert "in use: _configure_basic_optimizer, " in used and "clip_fp32_gradients, " in ready, "the usual state"
+    assert facts["activation"]["entry_point_registered"] is True
+    assert ds_muon("report", "--all").status == 0
     for name, value in (("DS_MUON_AUTOLOAD", "0"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "off")):
         monkeypatch.setenv(name, value)
         facts = ds_muon("report", "--json").facts
@@ -391,12 +324,9 @@ def test_report_fails_where_something_is_missing(ds_muon: Command, monkeypatch: 
     facts = json.loads(out)
     assert status == 1 and not facts["ok"]
     lacks, entry = facts["problems"]
-    text = "DeepSpeed lacks deepspeed.runtime.engine.DeepSpeedEngine._nowhere, which deepspeed-muon replaces; install "
-    assert lacks.startswith(text)
-    assert "entry point nobody" in entry
+    assert "DeepSpeedEngine._nowhere" in lacks and "entry point nobody" in entry
     assert set(facts["seams"].values()) == {"present", "missing"}
-    assert "missing: _nowhere\n" in ds_muon("report", "--all").out
-    assert ds_muon("report").out.startswith("problem: DeepSpeed lacks ")
+    assert ds_muon("report", "--all").status == 1
 
 
 # ---- the process ----------------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from deepspeed.muon.cli.try_ import multiplied
-from deepspeed.muon.cli.verdict import Run, Variant, notes
 from helpers.paths import EXAMPLES
 from helpers.ports import free_port
 
@@ -33,19 +31,17 @@ if behavior.get("stops") == name and not Path("stopped").exists():
     time.sleep(100)
 file = open(run["records"], "a")
 config = json.loads(Path("ds.json").read_text())
-print(json.dumps({"config": config, "built_by_script": behavior.get("built_by_script", False)}), file=file)
+print(json.dumps({"config": config, "built_by_script": False}), file=file)
 import math
 gain = behavior.get("gain", 0.5) / (1 + abs(math.log(run["factor"] / 5))) if run["muon"] else 0.0
 gain += behavior.get("spread", 0.0) * math.sin(run["seed"] * (1 + run["muon"]))
-steps = behavior.get("steps", run["steps"])
-for step in range(1, steps + 1):
-    loss = 3.0 - gain * step / steps + 0.01 * (step % 3 if run["muon"] else 0)
+for step in range(1, run["steps"] + 1):
+    loss = 3.0 - gain * step / run["steps"] + 0.01 * (step % 3 if run["muon"] else 0)
     print(json.dumps({"step": step, "loss": loss, "seconds": 0.5 * step, "lr": 1.0, "peak": 2**30}), file=file)
     if behavior.get("diverges") == name:
         print(json.dumps({"end": "diverged"}), file=file)
         sys.exit()
-if steps == run["steps"]:
-    print(json.dumps({"end": "done"}), file=file)
+print(json.dumps({"end": "done"}), file=file)
 """
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
@@ -82,11 +78,7 @@ def test_the_best_rate_and_what_lies_between_the_best_two_is_found(trial: Callab
     assert [row["state"] for row in facts["runs"]] == ["done"] * 6
     assert [row["rate"] for row in facts["runs"]] == ["0.002", "0.002", "0.006", "0.02", "0.06", "0.011"]
     assert facts["verdict"].startswith("Muon x5.5 (rate 0.011) ends at 2.6")
-    assert (
-        ": lower, -0.3988 +- 0.0444 (scatter" in facts["verdict"]
-        and "It reaches AdamW's last loss at step" in facts["verdict"]
-    )
-    assert "Muon x5.5: done, loss 2.6" in found.err
+    assert ": lower, -0.3988 +- 0.0444 (scatter" in facts["verdict"]
     config = json.loads(Path("out/ds_config_muon.json").read_text())
     assert config["optimizer"]["type"] == "Muon" and config["optimizer"]["params"]["lr"] == 0.0055
     assert config["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 0.011, "warmup_num_steps": 5}
@@ -101,7 +93,6 @@ def test_a_run_that_fails_or_diverges_is_a_row(trial: Callable[..., Any]) -> Non
     facts = trial("--json", fails="muon_x10", diverges="muon_x30").facts
     rows = {row["variant"]: row["state"] for row in facts["runs"]}
     assert rows["Muon x10"] == "failed" and rows["Muon x30"] == "diverged at step 1"
-    assert any(note.startswith("Muon x10: RuntimeError: no luck; ") for note in facts["notes"])
     assert starts()[-1] == "muon_x1.7", "the best neighbour is the one that has a loss"
     trial(fails="muon_x10", diverges="muon_x30")
     assert starts()[-1] == "muon_x10", "what has failed runs again, and nothing else does"
@@ -111,24 +102,11 @@ def test_a_run_that_fails_or_diverges_is_a_row(trial: Callable[..., Any]) -> Non
 def test_a_trial_that_is_stopped_continues(trial: Callable[..., Any]) -> None:
     found = trial(stops="muon_x3")
     assert (found.status, found.out) == (130, "")
-    assert "ds_muon try: stopped; the same command continues" in found.err
     children = [child.cmdline() for child in psutil.Process().children()]
     assert not any("run.py" in words for words in children), "the run has ended with the command"
     found = trial(stops="muon_x3")
     assert found.status == 0 and "Muon x5.5 " in found.out
     assert starts() == [*RATES[:3], *RATES[2:]]
-
-
-def test_a_terminal_shows_the_table_and_the_time_left(
-    trial: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "62")
-    screens = trial().err.split("\x1b[J")
-    assert len(screens) > 6 and screens[-1] == ""
-    texts = [line for screen in screens[:-1] for line in screen.rpartition("\x1b")[0].splitlines()]
-    assert "4 more planned, about 0 min 0 s left" in texts and any(text.startswith("AdamW x1") for text in texts)
-    assert max(map(len, texts)) == 62
 
 
 def test_what_a_killed_trial_has_left_ends_first(trial: Callable[..., Any]) -> None:
@@ -147,44 +125,28 @@ def test_close_ones_run_again_with_other_seeds(trial: Callable[..., Any]) -> Non
     facts = trial("--json", gain=0.02, spread=0.1).facts
     assert starts()[6:] == ["adamw_x1_seed1", "muon_x5.5_seed1", "adamw_x1_seed2", "muon_x5.5_seed2"]
     assert "no clear difference" in facts["verdict"] and "(mean of 3 seeds)" in facts["verdict"]
-    assert "take more steps to decide" in facts["verdict"]
-
-
-def test_repeats_that_change_nothing_are_named(trial: Callable[..., Any]) -> None:
-    facts = trial("--repeats", "1", "--json", gain=0.02).facts
-    assert "repeats gave the same losses, because the script does not call torch.manual_seed" in facts["verdict"]
 
 
 def test_where_muon_is_worse_adamw_stays(trial: Callable[..., Any]) -> None:
-    facts = trial("--json", gain=-0.5).facts
-    assert ": higher, +" in facts["verdict"] and "by these runs AdamW stays" in facts["verdict"]
+    assert "AdamW stays" in trial("--json", gain=-0.5).facts["verdict"]
+
+
+@pytest.mark.parametrize("screen", ["a terminal", "no matplotlib"])
+def test_a_trial_ends_on_a_terminal_and_without_matplotlib(
+    screen: str, trial: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if screen == "a terminal":
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert trial().status == 0
+    assert Path("out/losses.png").exists() == (screen == "a terminal")
 
 
 def test_a_run_that_ends_far_above_its_start_has_diverged(trial: Callable[..., Any]) -> None:
     facts = trial("--json", gain=-20.0).facts
     assert {row["state"] for row in facts["runs"][1:]} == {"diverged at step 20"}
     assert facts["verdict"].startswith("No run of Muon has a loss to compare, so AdamW stays.")
-
-
-def test_a_script_may_make_fewer_steps(trial: Callable[..., Any]) -> None:
-    assert "after 12 steps" in trial("--json", steps=12).facts["verdict"]
-
-
-def test_without_matplotlib_there_is_no_picture(trial: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    facts = trial("--json").facts
-    assert any(note.startswith("no picture without matplotlib") for note in facts["notes"])
-    assert [Path(file).name for file in facts["files"]] == ["ds_config_muon.json"]
-
-
-def test_accelerates_yaml_is_converted_and_auto_stays(trial: Callable[..., Any]) -> None:
-    Path("a.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n")
-    facts = trial("--config", "a.yaml", "--json", built_by_script=True).facts
-    assert [Path(file).name for file in facts["files"]][1:] == ["ds_config_muon.json", "accelerate_muon.yaml"]
-    assert "out/ds_config_muon.json" in Path("out/accelerate_muon.yaml").read_text()
-    assert json.loads(Path("out/ds_config_muon.json").read_text())["optimizer"]["params"]["lr"] == "auto"
-    assert '"auto" takes the rate from the script: multiply its rate by 5.5' in facts["notes"]
-    assert json.loads(Path("out/muon_x3.json").read_text())["changes"] == {}, "the run takes the script's optimizer"
 
 
 def test_what_cannot_be_tried_is_refused(trial: Callable[..., Any], ds_muon: Callable[..., Any]) -> None:
@@ -201,26 +163,6 @@ def test_what_cannot_be_tried_is_refused(trial: Callable[..., Any], ds_muon: Cal
     assert "unknown flag --rate-s" in ds_muon("try", "--rate-s", "1", "--", "python", "--unknown-of-theirs").err
     Path("ds.json").write_text(json.dumps(CONFIG | {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}))
     ds_muon("try", "--config", "ds.json", "--", "python").must_refuse("try", "got 'Muon', so the config needs no")
-
-
-def test_rates_of_all_kinds_are_multiplied() -> None:
-    config = {
-        "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": 0.1}},
-        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [1e-4, 2e-4], "cycle_max_lr": "auto"}},
-    }
-    new = multiplied(config, 3.0)
-    assert new["optimizer"]["params"] == {"lr": 3e-3, "weight_decay": 0.1}
-    assert new["scheduler"]["params"] == {"cycle_min_lr": [3e-4, 6e-4], "cycle_max_lr": "auto"}
-
-
-def test_what_limits_the_comparison_is_said() -> None:
-    steps = [{"loss": 1.0, "seconds": step, "lr": step, "peak": 0} for step in range(20)]
-    found = notes([Run(Variant(name, 1.0), steps, "done") for name in ("AdamW", "Muon")])
-    assert [note.split(";")[0] for note in found] == [
-        "the best rate is the highest of these",
-        "AdamW had one rate only",
-        "the schedule still warms up at the last step",
-    ]
 
 
 ACCELERATE = """

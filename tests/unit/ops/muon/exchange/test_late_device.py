@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on an accelerator whose streams run late, that of `helpers/late_device.py`: the bits of a CPU, by our waits."""
 
-import ctypes
-import os
-import signal
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
@@ -23,60 +20,6 @@ from helpers.waits import Wait, all_waits, without
 SECTION = with_params(ns_dtype="bf16", ns_method="standard", kernels="torch", bucket_bytes=300)
 """The section `optimizer`, with which a step has several buckets."""
 Run = Callable[..., list[Any]]
-
-
-# ---- the device ---------------------------------------------------------------------------------------------------
-
-
-def touched() -> int:
-    """The signal that ends a process which reads the device's memory."""
-    tensor = torch.ones(4, device=late_device.NAME)
-    if pid := os.fork():
-        return os.WTERMSIG(os.waitpid(pid, 0)[1])
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-    ctypes.string_at(tensor.data_ptr(), 4)
-    os._exit(0)
-
-
-def test_the_host_cannot_touch_its_memory(late: Run) -> None:
-    assert late(touched, 1) == [signal.SIGSEGV]
-
-
-def values_before_and_after_waits() -> dict[str, tuple[Tensor, Tensor]]:
-    """What a reader without a wait sees, and one with it."""
-    found, name = {}, late_device.NAME
-    ones, host = torch.ones(3).pin_memory(), torch.zeros(3).pin_memory()
-    other = late_device.make_stream()
-    with late_device.paces(HELD):
-        source = ones.to(name, non_blocking=True)
-        host.copy_(source, non_blocking=True)
-        before = host.clone()
-        torch.accelerator.synchronize()
-        found["copied to the host"] = before, host.clone()
-    with late_device.paces(HELD, {other.stream_id: PROMPT}):
-        source = ones.to(name, non_blocking=True)
-        with late_device.on(other):
-            before = source + 0
-            other.wait_stream(torch.Stream(stream_id=0, device_index=0, device_type=other.device_type))
-            after = source + 0
-        torch.accelerator.synchronize()
-        found["on another stream"] = before.cpu(), after.cpu()
-    with late_device.paces(HELD):
-        ones.to(name, non_blocking=True)
-        ones.zero_()  # the copy has not begun
-        ones.fill_(1.0)
-        source = ones.to(name, non_blocking=True)
-        ones.fill_(2.0)
-        found["copied from the host"] = source.cpu(), torch.ones(3)
-    return found
-
-
-def test_what_is_not_waited_for_is_not_there(late: Run) -> None:
-    found = late(values_before_and_after_waits, 1)[0]
-    one = torch.ones(3)
-    assert torch.equal(found["copied to the host"][0], 0 * one) and torch.equal(found["copied to the host"][1], one)
-    assert not torch.equal(found["on another stream"][0], one) and torch.equal(found["on another stream"][1], one)
-    assert torch.equal(found["copied from the host"][0], 2 * one)
 
 
 # ---- training -----------------------------------------------------------------------------------------------------

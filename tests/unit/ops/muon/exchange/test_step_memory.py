@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of the step: the predicted peak, and nothing allocated after the first steps."""
 
-import gc
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,25 +232,3 @@ def test_plain_pytorch_holds_no_scratch_on_an_accelerator_either(monkeypatch: py
         optimizer.step()
         assert (work.nbytes() == 0) is accelerator
         assert work.peak > 0
-
-
-def resident(steps: int, every: int, **config: Any) -> list[int]:
-    """Resident bytes of this process after each so many steps."""
-    _, step = engine_on([(128, 128)] * 6, **config)
-    pages = []
-    for done in range(1, steps + 1):
-        step()
-        if done % every == 0:
-            gc.collect()
-            pages.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    return pages
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-@pytest.mark.parametrize("stage", [0, 3])
-def test_memory_does_not_grow_over_200_steps(stage: int) -> None:
-    """One matrix that is kept per step would be 64 KiB each, 12.5 MiB in all."""
-    for pages in run(resident, 2, stage=stage, steps=250, every=50):
-        print([f"{(p - pages[0]) / 2**20:.2f} MiB" for p in pages])
-        assert max(pages) - pages[0] <= 3 * 2**20

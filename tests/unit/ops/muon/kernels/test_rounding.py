@@ -105,26 +105,6 @@ def test_the_bits_are_those_of_the_definition(first: int) -> None:
     ]
 
 
-def test_the_bits_are_uniform_and_uncorrelated() -> None:
-    """Each within 5 standard deviations: the mean, each bit, 4096 classes, lags, and steps."""
-    count, half = 2**19, 32767.5
-    numbers = bits(count)
-    assert int(numbers.min()) >= 0 and int(numbers.max()) < 2**16
-    unit = (2**32 / 12) ** 0.5
-    centred = (numbers.double() - half) / unit
-    assert abs(float(centred.sum())) <= 5 * count**0.5
-    for place in range(16):
-        assert abs(int(((numbers >> place) & 1).sum()) - count / 2) <= 5 * count**0.5 / 2, place
-    classes = torch.bincount(numbers >> 4, minlength=4096).double()
-    chi = float(((classes - count / 4096).square() / (count / 4096)).sum())
-    assert abs(chi - 4095) <= 5 * (2 * 4095) ** 0.5
-    for lag in (1, 2, 64, 4096):
-        assert abs(float((centred[lag:] * centred[:-lag]).sum())) <= 5 * count**0.5, lag
-    for step in (2, 3, 1001):
-        other = (bits(count, step=step).double() - half) / unit
-        assert abs(float((centred * other).sum())) <= 5 * count**0.5, step
-
-
 # ---- a momentum of 0.95 -------------------------------------------------------------------------------------
 
 

@@ -92,8 +92,7 @@ def chosen() -> str:
 
     unavailable = selection.unavailable_kernels("auto", ["cuda"])
     table = selection.choose(unavailable)
-    if unavailable["cuda"]:
-        assert table is kernel_set.TORCH
+    assert not unavailable["cuda"] or table is kernel_set.TORCH
     return selection.summary(table, unavailable)
 
 
@@ -111,9 +110,7 @@ KERNELS = ("advance_rounded", "advance_codes", "apply_", "advance_runs", "apply_
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_that_raises_or_errs_is_a_reason(gpu: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise, name, raising)
-    assert (
-        chosen() == "torch (faster kernels are not used; cuda: Triton's kernels fail: RuntimeError: misaligned address)"
-    )
+    assert "RuntimeError: misaligned address" in chosen()
     original = getattr(kernel_set, name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -125,14 +122,12 @@ def test_a_kernel_that_raises_or_errs_is_a_reason(gpu: None, name: str, monkeypa
 
     monkeypatch.setattr(elementwise, name, wrong)
     kind = name.replace("apply_runs_", "apply_ of runs").replace("advance_runs", "advance of runs")
-    assert chosen().startswith(
-        f"torch (faster kernels are not used; cuda: Triton's kernels fail: the result of {kind} is wrong, by "
-    )
+    assert f"the result of {kind} is wrong" in chosen()
 
 
 def test_a_kernel_that_is_not_cautious_is_a_reason(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise, "apply_", lambda *args: kernel_set.apply_(*args[:5], False, Workspace()))
-    assert "the result of cautious apply_ is wrong, by " in chosen()
+    assert "the result of cautious apply_ is wrong" in chosen()
 
 
 @pytest.mark.parametrize("missing", ["triton", "triton.language"])
@@ -141,8 +136,7 @@ def test_a_triton_that_does_not_fit_is_a_reason(gpu: None, missing: str, monkeyp
     monkeypatch.delitem(sys.modules, elementwise.__name__)
     monkeypatch.delattr(sys.modules["deepspeed.muon.kernels"], "triton_elementwise")
     monkeypatch.setitem(sys.modules, missing, None)
-    reason = "Triton's kernels fail: ModuleNotFoundError: "
-    assert chosen().startswith(f"torch (faster kernels are not used; cuda: {reason}")
+    assert "ModuleNotFoundError" in chosen()
 
 
 def test_without_a_gpu_that_triton_knows_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

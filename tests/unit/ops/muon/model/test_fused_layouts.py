@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deepspeed.muon.model.splitting import MatrixSpec
 from helpers.foreign_models import linear, module, routes, splits
 from helpers.models import Conv1D
-from helpers.transformers_models import EXPERTS, GQA, LATENT, MODELS, SIZES, from_config, hybrid, needs_stacks
+from helpers.transformers_models import EXPERTS, GQA, LATENT, MODELS, SIZES, from_config, hybrid
 
 OLD = {"vocab_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
 FALCON = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")} | {"num_attention_heads": 4}
@@ -32,13 +32,6 @@ def llama4() -> nn.Module:
     model = from_config("Llama4TextConfig", **sizes, intermediate_size_mlp=40, head_dim=8, use_cache=False)
     for param in model.parameters():  # the experts are left at zero
         nn.init.normal_(param, std=0.15)
-    return model
-
-
-def gpt_oss() -> nn.Module:
-    """Its stack stays whole."""
-    model = from_config("GptOssConfig", **SIZES, **GQA, **EXPERTS, head_dim=8)
-    assert [text for text in splits(model).values() if ALTERNATE in text]
     return model
 
 
@@ -315,19 +308,3 @@ def test_the_attention_knows_better_than_the_models_config(numbers: tuple[int, i
     model = module(tower=Attention(*numbers, qkv=linear(inputs, 96)), config=module())
     vars(model.config).update(num_attention_heads=8 if inputs == 32 else 4, num_key_value_heads=2, head_dim=8)
     assert list(splits(model).values()) == [f"3 x 32 rows, {QKV}"]
-
-
-# ---- the axis of the outputs --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make", [pytest.param(MODELS["mixtral"], marks=needs_stacks), llama4, gpt_oss], ids=["mixtral", "llama4", "gpt_oss"]
-)
-def test_stacks_tell_where_their_outputs_lie(make: Make) -> None:
-    """Gate and up take what is as wide as the model, and down gives it."""
-    found = {name: spec for name, spec in routes(make()).items() if spec.use_muon and len(spec.shape) == 3}
-    assert len({name.rpartition(".")[2] for name in found}) == 2
-    for name, spec in found.items():
-        assert spec.output_axis is not None
-        outside = spec.output_axis if "down" in name else 1 - spec.output_axis
-        assert spec.shape[1 + outside] == SIZES["hidden_size"] != spec.shape[2 - outside], name

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from deepspeed.muon.model import output_heads
-from deepspeed.muon.model.routing import head_note
 from helpers.foreign_models import Gpt, Swiglu, linear, module, routes
 from helpers.heads import VISION, built, by_library, lost, matrices_that_follow, task_classes
 
@@ -116,14 +115,6 @@ def test_heads_go_to_adamw(model: nn.Module, expected: str, unsure: str) -> None
     heads = {name for name, spec in matrices.items() if not spec.use_muon}
     assert heads | {name for name, spec in specs.items() if min(spec.shape) == 1} >= {*expected.split()} >= heads
     assert {name for name, spec in matrices.items() if spec.is_unsure} == {*unsure.split()}
-
-
-def test_the_log_names_the_option_that_decides() -> None:
-    model = module(body=blocks(), policy=mlp(8, 8, 4), value=mlp(8, 8, 3))
-    note = head_note(routes(model).values())
-    assert "AdamW updates value.2.weight (muon_include sends them to Muon)" in note
-    assert "Muon updates policy.2.weight (muon_exclude sends them to AdamW)" in note
-    assert head_note(routes(model, muon_include="value", muon_exclude="policy").values()) == ""
 
 
 def test_a_convolution_is_a_head_if_its_name_says_so() -> None:

@@ -184,21 +184,37 @@ def test_a_half_that_is_empty_on_purpose_is_not_refused(how: str) -> None:
 
 # ---- low-rank adapters --------------------------------------------------------------------------------------
 
-FACTORS = [("lora_A", "lora_B"), ("lora_a", "lora_b"), ("lora_down", "lora_up"), ("lora_weight_1", "lora_weight_2")]
-
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), [("none", (False, False)), ("B", (False, True)), ("both", (True, True))]
+    "sides",
+    [
+        ("lora_A", "lora_B"),
+        ("lora_a", "lora_b"),
+        ("lora_down", "lora_up"),
+        ("lora_weight_1", "lora_weight_2"),
+        ("to_q_lora.down", "to_q_lora.up"),
+        ("lora_layer.down", "lora_layer.up"),
+        ("lora_unet_up_blocks_0_q.lora_down", "lora_unet_up_blocks_0_q.lora_up"),
+        ("lora_wq_l1", "lora_wq_l2"),
+        ("q.lora_A.default", "q.lora_B.default"),
+    ],
 )
-@pytest.mark.parametrize(("down", "up"), FACTORS)
-def test_low_rank_factors(asked: str, expected: tuple[bool, bool], down: str, up: str) -> None:
-    specs = routes(Adapted(down, up), muon_lora=asked)
-    for name, use_muon in zip((down, up), expected, strict=True):
-        spec = specs[f"{name}.weight"]
-        reason = "LoRA factor of rank 2" + (f", by muon_lora {asked}" if use_muon else "")
-        assert (spec.use_muon, spec.reason, spec.is_lora) == (use_muon, reason, True)
-    specs = routes(Adapted(down, up), muon_include=[up])
-    assert [spec.use_muon for spec in specs.values()] == [False, True]
+@pytest.mark.parametrize("rank", [2, 8])
+def test_low_rank_factors(sides: tuple[str, str], rank: int) -> None:
+    """By the names that libraries give them; also of a rank that makes A square."""
+    model = nested("adapter", nn.Identity())
+    for path, layer in zip(sides, (nn.Linear(8, rank, bias=False), nn.Linear(rank, 12, bias=False)), strict=True):
+        *folders, leaf = path.split(".")
+        owner = model.adapter
+        for folder in folders:
+            if folder not in dict(owner.named_children()):
+                owner.add_module(folder, nn.Module())
+            owner = owner.get_submodule(folder)
+        owner.add_module(leaf, layer)
+    for asked, expected in (("none", [False, False]), ("B", [False, True]), ("both", [True, True])):
+        specs = list(routes(model, muon_lora=asked).values())
+        assert [spec.use_muon for spec in specs] == expected and all(spec.is_lora for spec in specs)
+    assert [spec.use_muon for spec in routes(model, muon_include=[sides[1]]).values()] == [False, True]
 
 
 def test_what_looks_like_a_factor_and_is_none() -> None:
@@ -306,30 +322,3 @@ def test_experts_in_a_2d_weight_are_not_orthogonalized_in_silence() -> None:
     assert spec.left_whole and spec.split == "left whole: it may hold the matrices of 4 experts; see muon_split"
     spec = routes(module(experts=glu), muon_include="w1", muon_split={"w1": [3] * 4})["experts.w1"]
     assert len(spec.blocks) == 4 and not spec.left_whole
-
-
-@pytest.mark.parametrize(
-    ("name", "sides"),
-    [
-        ("diffusers", ("to_q_lora.down", "to_q_lora.up")),
-        ("diffusers' layer", ("lora_layer.down", "lora_layer.up")),
-        ("kohya", ("lora_unet_up_blocks_0_q.lora_down", "lora_unet_up_blocks_0_q.lora_up")),
-        ("llama-adapter", ("lora_wq_l1", "lora_wq_l2")),
-        ("square", ("q.lora_A.default", "q.lora_B.default")),
-    ],
-)
-@pytest.mark.parametrize("rank", [2, 8])
-def test_names_of_factors(name: str, sides: tuple[str, str], rank: int) -> None:
-    """Also of a rank that makes A square."""
-    model = nested("adapter", nn.Identity())
-    for path, layer in zip(sides, (nn.Linear(8, rank, bias=False), nn.Linear(rank, 12, bias=False)), strict=True):
-        *folders, leaf = path.split(".")
-        owner = model.adapter
-        for folder in folders:
-            if folder not in dict(owner.named_children()):
-                owner.add_module(folder, nn.Module())
-            owner = owner.get_submodule(folder)
-        owner.add_module(leaf, layer)
-    for asked, expected in (("none", [False, False]), ("B", [False, True]), ("both", [True, True])):
-        specs = list(routes(model, muon_lora=asked).values())
-        assert [spec.use_muon for spec in specs] == expected and all(spec.is_lora for spec in specs)

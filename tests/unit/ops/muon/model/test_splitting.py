@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is split, and into what: sizes of the user, heads by a config, convolutions; blocks against brute force."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
-from deepspeed.muon.layout import AUTOTP, Block, Cut, Piece, cut, matrices
+from deepspeed.muon.layout import AUTOTP, Block, Cut, Piece
 from deepspeed.muon.saved_state import fused_names
 from helpers.foreign_models import linear, module, routes, splits
 from helpers.models import Fused, TinyGpt
@@ -326,17 +326,3 @@ def test_pieces_are_as_few_as_can_be() -> None:
     assert list(block.pieces(0, 15)) == [(3, 0, 3, 2, 5, 2)]
     assert list(block.pieces(4, 14)) == [(4, 1, 1, 1, 1, 1), (8, 2, 1, 2, 2, 2), (13, 4, 1, 1, 1, 1)]
     assert len(list(Block(3, 1000, 2, 5).pieces(4, 4989))) == 3
-
-
-@pytest.mark.parametrize(
-    ("by", "expected"),
-    [
-        (Cut((2, 3, 1)), lambda x: x.split([2, 3, 1])),
-        (Cut((2, 3), axis=1), lambda x: x.split([2, 3], dim=1)),
-        (Cut((2, 1), groups=2), lambda x: [p.reshape(-1, 5) for p in x.view(2, 3, 5).split([2, 1], dim=1)]),
-    ],
-)
-def test_a_cut_is_what_torch_gives(by: Cut, expected: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    wanted, found = expected(torch.arange(30).view(6, 5)), cut(matrices((6, 5))[0], by)
-    assert [places(block) for block in found] == [part.flatten().tolist() for part in wanted]
-    assert [(block.rows, block.cols) for block in found] == [tuple(part.shape) for part in wanted]
