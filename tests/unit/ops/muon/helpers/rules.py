@@ -58,11 +58,16 @@ _DECAY = {"weight_decay": 1.0, "adam_weight_decay": 1.0}
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cautious": ({"weight_decay": 1.0, "cautious_weight_decay": True}, {**_DECAY, "cautious": True}),
     "normuon": ({"normuon": True}, {"after": normuon}),
+    "normuon, slow": (
+        {"normuon": True, "normuon_beta2": 0.5},
+        {"after": lambda matrix, memory: normuon(matrix, memory, 0.5)},
+    ),
     "muon_eq, rows": ({"muon_eq": "rows"}, {"before": unit_rows}),
     "muon_eq, columns": ({"muon_eq": "columns"}, {"before": unit_columns}),
     "muon_plus": ({"muon_plus": True}, {"after": muon_plus}),
     "momentum": ({"momentum_start": 0.5, "momentum_warmup_steps": 3}, {"varying": warm_up}),
     "decay": ({"weight_decay": 1.0, "muon_weight_decay_steps": 3}, {**_DECAY, "varying": decay_to_zero}),
+    "muon_eq and normuon": ({"muon_eq": "rows", "normuon": True}, {"before": unit_rows, "after": normuon}),
     "all of nanochat's": (
         {"muon_eq": "rows", "muon_plus": True, "normuon": True},
         {"before": unit_rows, "after": muon_plus_and_normuon},

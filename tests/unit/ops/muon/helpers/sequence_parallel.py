@@ -3,10 +3,12 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helpers.models import GLOBAL_BATCH, Block, TinyGpt, halve
+from helpers.models import GLOBAL_BATCH, Block, TinyGpt, cross_entropy, initialize_
+from helpers.tensor_parallel import SIZES, Language, LlamaConfig, TinyLlama
 from helpers.training import ds_config
 
 RANKS = 2
@@ -32,18 +34,36 @@ class SpreadGpt(TinyGpt):
             block.__class__ = SpreadBlock
 
 
-def build(seed: int, **config: Any) -> Any:
+class Llama(TinyLlama):
+    """A Llama of transformers, of whose time this rank may have a part; its loss is summed over the time."""
+
+    def __init__(self) -> None:
+        super().__init__(LlamaConfig(**SIZES | {"num_key_value_heads": 2, "attn_implementation": "sdpa"}))
+        initialize_(self, 0)
+
+    def forward(self, inputs: Tensor, targets: Tensor, first: int = 0) -> Tensor:
+        positions = torch.arange(first, first + inputs.shape[1]).expand(len(inputs), -1)
+        found = super(Language, self).forward(input_ids=inputs, position_ids=positions, use_cache=False)
+        return cross_entropy(found.logits, targets)
+
+
+def build(net: Any, **config: Any) -> Any:
     """Return an engine on ranks of which each two share a sequence, rank by rank."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     import deepspeed
 
-    names = [name for name in vars(mpu) if name.startswith("_SEQUENCE")]
-    vars(mpu).update(dict.fromkeys(names))  # those of an earlier engine
-    mpu.initialize_sequence_parallel(RANKS)
+    names = [name for name in vars(parallel_state_sp) if name.startswith("_SEQUENCE")]
+    vars(parallel_state_sp).update(dict.fromkeys(names))  # those of an earlier engine
     rows = GLOBAL_BATCH * RANKS // dist.get_world_size()
     settings = ds_config(**config) | {"sequence_parallel_size": RANKS, "train_micro_batch_size_per_gpu": rows}
-    return deepspeed.initialize(model=halve(SpreadGpt(), seed), config=settings, mpu=mpu)[0]
+    if isinstance(net, Llama):
+        mpu = UlyssesSPAttentionHF.register_with_transformers(net, "sdpa", RANKS, micro_batch_size=rows)
+    else:
+        mpu = parallel_state_sp
+        mpu.initialize_sequence_parallel(RANKS)
+    return deepspeed.initialize(model=net, config=settings, mpu=mpu)[0]
 
 
 def train_step(engine: Any, number: int) -> None:

@@ -8,6 +8,7 @@ is switched off does not change, and a universal checkpoint continues elsewhere.
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ class Setting:
 
 
 def grid(stages: tuple[int, ...], worlds: tuple[int, ...] = (2,), **more: Any) -> list[Case]:
+    """Return a case for each stage and number of ranks."""
     return [{"stage": stage, "world": world, **more} for world in worlds for stage in stages]
 
 
@@ -124,6 +126,7 @@ ZERO_SETTINGS: list[Case] = [
     {"stage": 2, "zero": {"overlap_comm": True, "contiguous_gradients": False}},
     {"stage": 3, "zero": {"sub_group_size": 100}},
     {"stage": 3, "zero": {"overlap_comm": True, "offload_param": {"device": "cpu"}}},
+    {"stage": 3, "zero": {"stage3_param_persistence_threshold": 0}},
 ]
 WITHOUT_NORMS: list[Case] = [
     {"stage": stage, "clip": 0.0, "zero": {"compute_grad_norm": False, **zero}, **more}
@@ -165,16 +168,22 @@ STATEFUL: list[Case] = [
     *grid((0, 1, 2, 3), dtype="bf16"),
     BF16_OPTIMIZER,
     *ZERO_SETTINGS,
+    *SUMMED[:3],
 ]
 """Where optimizer state lies in different ways."""
 
 IDLE: list[Case] = [
     {"stage": 2, "zero": {"parameter_alignment": True}},
+    {"stage": 1, "prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    {"stage": 3, "communication_data_type": "fp32", "zero": {"use_all_reduce_for_fetch_params": True}},
+    {"stage": 2, "zero": {"allgather_partitions": False, "use_multi_rank_bucket_allreduce": False}},
     {"stage": 2, "zero_force_ds_cpu_optimizer": True, "offload": True},
     {"stage": 2, "managed_gradient_accumulation": False},
     {"stage": 2, "zero": {"offload_optimizer": {"device": "none", "ratio": 1.0}}},
+    {"stage": 2, "hybrid_engine": {"enabled": False}, "compile": {"deepcompile": False}},
+    *({"stage": stage, "zero": {"reduce_scatter": False, "contiguous_gradients": False}} for stage in (1, 2, 3)),
 ]
-"""What the package reads and does not refuse, although it has no effect on training."""
+"""What is not refused, although it has no effect or changes only how DeepSpeed communicates."""
 
 HALF = [
     {"stage": stage, "dtype": dtype} for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp16") if stage or dtype == "bf16"
@@ -194,6 +203,9 @@ NEOX = {"universal": "the converter refuses copies that differ in the last bit, 
 AUTOTP, MPU = ways.TensorParallel(), ways.Megatron()
 SETTINGS: dict[str, Setting] = {
     "ZeRO": Setting(Way(), all_pairs(), quick=4),
+    "ZeRO on 1 to 4 ranks": Setting(
+        Way(), [case | {"world": world, "accumulation": 4} for world in (1, 2, 3, 4) for case in OFFLOADED]
+    ),
     "precision and offload": Setting(Way(), list(precisions("fp32", "bf16", "fp16", "autocast")), quick=2),
     "fp16 autocast": Setting(
         Way(), with_clips(8.0, precisions("fp16 autocast")), {"eps": EPS}, {"eps": EPS}, without=SCALED
@@ -241,7 +253,16 @@ SETTINGS: dict[str, Setting] = {
         {"eps": EPS},
         moves={"world": 3},
     ),
-    "compiled engine": Setting(ways.Compiled(), grid((1, 2, 3), is_compiled=True), moves={"is_compiled": False}),
+    "activation checkpointing, compile": Setting(
+        ways.AgainOrCompiled(),
+        [
+            {"stage": stage, "how": how}
+            for how in ("DeepSpeed", "torch", "partitioned", "compile")
+            for stage in (1, 2, 3)
+        ],
+        quick=2,
+        moves={"how": "torch"},
+    ),
     "matrices without gradient": Setting(
         ways.Gone(),
         [
@@ -299,13 +320,16 @@ SETTINGS: dict[str, Setting] = {
         name: Setting(Way(), [case | {"model": "gpt"} for case in MANY_RANKS], params, oracle)
         for name, (params, oracle) in RULES.items()
     },
-    "QK-clip, alpha 0.2": Setting(
-        Way(),
-        [case | {"model": "gpt"} for case in MANY_RANKS],
-        {"qk_clip": {"tau": some_tau(), "alpha": 0.2}},
-        {"observe": clip_heads(some_tau(), 0.2)},
-        without=CLIPPED,
-    ),
+    **{
+        f"QK-clip, alpha {alpha}": Setting(
+            Way(),
+            [case | {"model": "gpt"} for case in MANY_RANKS],
+            {"qk_clip": {"tau": some_tau(), "alpha": alpha}},
+            {"observe": clip_heads(some_tau(), alpha)},
+            without=CLIPPED,
+        )
+        for alpha in (0.5, 0.2)
+    },
     "QK-clip of sampled logits": Setting(
         Way(),
         grid((1, 3, 2, 0), model="gpt"),
@@ -495,6 +519,8 @@ SETTINGS: dict[str, Setting] = {
                 {"dtype": "fp16", "stage": 0},
                 {"offload": True},
                 {"zero": {"round_robin_gradients": True, "contiguous_gradients": False}},
+                {"clip": 0.01},
+                RECOMPUTED,
                 AUTOCAST,
                 UNCHECKED[0],
             )
@@ -589,10 +615,19 @@ SETTINGS: dict[str, Setting] = {
         without=STAGES_DIFFER,
         quick=2,
     ),
+    "ALST": Setting(ways.Alst(), grid((2, 3)), without=STAGES_DIFFER),
     "dynamic loss scale and schedule": Setting(
         Way(),
         [{"stage": stage, "scheduler": WARMUP, **OVERFLOWING} for stage in (1, 2, 3, 0)],
         without=SCALED | GROWN,
+    ),
+    "hybrid engine": Setting(
+        ways.Hybrid(),
+        [
+            *({"stage": stage, "model": model} for model in ("opt", "qwen") for stage in (0, 1, 2, 3)),
+            {"stage": 2, "model": "opt", "dtype": "bf16"},
+        ],
+        quick=2,
     ),
     "settings that are not refused": Setting(
         Way(),
@@ -639,5 +674,7 @@ def cells(contract: str) -> list[Any]:
         for index in chosen:
             text = ", ".join(f"{key} {value}" for key, value in setting.cases[index].items())
             marks = [] if index in quick else [pytest.mark.full]
+            if find_spec(setting.way.needs) is None:
+                marks.append(pytest.mark.skip(reason=f"{setting.way.needs} is not installed"))
             found.append(pytest.param(name, index, id=f"{name}: {text}", marks=marks))
     return found

@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPTNeoXForCausalLM, LlamaForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from helpers.models import GLOBAL_BATCH, initialize_, text, train_engine
 from helpers.training import ds_config, make_engine
@@ -20,7 +29,10 @@ class Language(nn.Module):
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         return text(step, VOCABULARY, LENGTH)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor | None = None, targets: Tensor | None = None, **more: Any) -> Any:
+        """The mean loss; without targets, what the model does while it generates."""
+        if targets is None:
+            return super().forward(**more)
         logits = super().forward(input_ids=inputs, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -45,6 +57,24 @@ class TinyLlama(Language, LlamaForCausalLM):
 
 class TinyNeoX(Language, GPTNeoXForCausalLM):
     """A GPT-NeoX, with queries, keys and values fused head by head."""
+
+
+class TinyOpt(Language, OPTForCausalLM):
+    """An OPT."""
+
+
+class TinyQwen(Language, Qwen3ForCausalLM):
+    """A Qwen3."""
+
+
+OPT = {"ffn_dim": 34, "word_embed_proj_dim": 24, "dropout": 0.0, "enable_bias": False, "max_position_embeddings": 32}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (TinyLlama, LlamaConfig, {}),
+    "neox": (TinyNeoX, GPTNeoXConfig, {}),
+    "opt": (TinyOpt, OPTConfig, OPT),
+    "qwen": (TinyQwen, Qwen3Config, {"head_dim": 4}),
+}
+"""Name -> (class, class of its config, settings beside `SIZES`)."""
 
 
 class Gated(nn.Module):
@@ -83,8 +113,8 @@ def model(name: str) -> nn.Module:
     if name == "gated":
         net: nn.Module = Gated()
     else:
-        kind: Any = {"llama": TinyLlama, "neox": TinyNeoX}[name]
-        net = kind(kind.config_class(**SIZES | {"attn_implementation": attention or "eager"}))
+        kind, config, more = KINDS[name]
+        net = kind(config(**SIZES | more | {"attn_implementation": attention or "eager"}))
     initialize_(net, 0)
     return net
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from helpers import engine_state, experts, megatron, nvme, pipelines, sequence_parallel, tensor_parallel
 from helpers.experts import EP, EXPERTS, INNER, Mixtral, WithExperts, autoep, global_name, spread_model
 from helpers.language_models import WIDTH
-from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, fused_parts, halve, train_engine
+from helpers.models import GLOBAL_BATCH, MODELS, Absent, Fused, full_weights, fused_parts, halve, train_engine
 from helpers.oracles import OracleConfig, Part, route
 from helpers.training import ds_config, fp32_weights, make_engine, take
 
@@ -35,6 +36,8 @@ class Way:
 
     #: Ends of the names of parameters that have others on a rank.
     renamed: tuple[str, ...] = ()
+    #: A module without which the way is skipped.
+    needs = "deepspeed"
 
     def whole(self, case: Case) -> Any:
         """Return the whole model, with the weights that training starts from."""
@@ -199,14 +202,36 @@ class Gone(Way):
         return number in Absent.ABSENT.get((name.split(".")[1], 0), ()) and name.split(".")[1] not in Absent.SPLIT
 
 
-class Compiled(Way):
-    """An engine that `engine.compile` has compiled."""
+class AgainOrCompiled(Way):
+    """Layers whose outputs are computed again in the backward pass, by torch or DeepSpeed; a compiled engine.
 
-    def build(self, seed: int, is_compiled: bool, **config: Any) -> Any:
-        engine = super().build(seed, **config)
-        if is_compiled:
+    Where DeepSpeed partitions what it saves over model-parallel ranks, these have the same data.
+    """
+
+    def build(self, seed: int, how: str, **config: Any) -> Any:
+        import deepspeed
+
+        net: Any = halve(MODELS["mlp"](), seed)
+        net.is_whole = how == "partitioned"
+        save: Any = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        if how in ("DeepSpeed", "partitioned"):
+            group = dist.new_group(range(2)) if net.is_whole else None
+            facts = {"rank": dist.get_rank(), "world_size": 2, "group": group}
+            mpu = SimpleNamespace(**{f"get_model_parallel_{key}": lambda of=of: of for key, of in facts.items()})
+            deepspeed.checkpointing.configure(mpu if net.is_whole else None, partition_activations=net.is_whole)
+            save = deepspeed.checkpointing.checkpoint
+        for layer in net.layers[1:] if how != "compile" else ():
+            layer.forward = partial(save, layer.forward)
+        engine = make_engine(net, ds_config(**config))
+        if how == "compile":
             engine.compile(backend="eager")
         return engine
+
+    def step(self, engine: Any, number: int) -> None:
+        if not engine.module.is_whole:
+            return super().step(engine, number)
+        engine.backward(engine(*engine.module.batch(number)))
+        engine.step()
 
 
 class Heads(Way):
@@ -582,7 +607,70 @@ class Ulysses(Way):
         return 0.5 if case["stage"] == 3 else 1.0
 
     def build(self, seed: int, **config: Any) -> Any:
-        return sequence_parallel.build(seed, **config)
+        return sequence_parallel.build(halve(sequence_parallel.SpreadGpt(), seed), **config)
 
     def step(self, engine: Any, number: int) -> None:
         sequence_parallel.train_step(engine, number)
+
+
+class Alst(Ulysses):
+    """The same of a Llama of transformers, by DeepSpeed's ALST."""
+
+    needs = "einops"
+
+    def whole(self, case: Case) -> Any:
+        return sequence_parallel.Llama()
+
+    def build(self, seed: int, **config: Any) -> Any:
+        return sequence_parallel.build(halve(sequence_parallel.Llama(), seed), **config)
+
+    @contextmanager
+    def engine(self, case: Case, seed: int = 0, **more: Any) -> Iterator[Any]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        own: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        try:
+            with super().engine(case, seed, **more) as engine:
+                yield engine
+        finally:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+
+
+class Hybrid(Way):
+    """DeepSpeed's hybrid engine. Before each step it writes what a model with its weights writes."""
+
+    needs = "deepspeed.runtime.rollout"
+
+    def whole(self, case: Case) -> Any:
+        return tensor_parallel.model(case["model"])
+
+    def to_adam(self, case: Case) -> tuple[str, ...]:
+        return ("model.embed", "model.decoder.embed", "lm_head")
+
+    def build(self, seed: int, model: str, **config: Any) -> Any:
+        net = halve(tensor_parallel.model(model), seed)
+        net.kind = model
+        return make_engine(net, ds_config(hybrid_engine={"enabled": True}, **config))
+
+    def step(self, engine: Any, number: int) -> None:
+        prompts, weights = engine.module.batch(99)[0] % 31 + 1, full_weights(engine.module)  # none is padding
+        other: Any = tensor_parallel.model(engine.module.kind).to(next(iter(weights.values())).dtype)
+        other.load_state_dict(weights, strict=False)
+        engine.eval()
+        is_rollout = engine.module.kind == "qwen"
+        found = self.roll_out(engine, prompts) if is_rollout else self.write(engine.module, prompts)
+        assert found.equal(self.write(other.eval(), prompts))
+        engine.train()
+        super().step(engine, number)
+
+    def write(self, net: Any, prompts: Tensor) -> Tensor:
+        with torch.no_grad():
+            return net.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False)
+
+    def roll_out(self, engine: Any, prompts: Tensor) -> Tensor:
+        from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig, build_rollout
+
+        tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+        rollout = build_rollout(SimpleNamespace(engine="hybrid_engine"), engine, tokenizer)
+        request = RolloutRequest(prompts, torch.ones_like(prompts))
+        return rollout.generate(request, SamplingConfig(max_new_tokens=4, temperature=0.0)).input_ids
