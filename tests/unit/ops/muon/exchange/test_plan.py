@@ -82,7 +82,9 @@ def test_owners_are_balanced(world_size: int) -> None:
     """Longest first: no owner above 4/3 of the best possible (Graham 1969)."""
     shapes = [(64, 64), (256, 64), (64, 256), (192, 64)] * 24
     shards, _ = part_layout(specs(shapes), world_size)
-    loads = make_plan(shards, 0, world_size, replace(COST, flops_per_byte=0.0)).loads
+    plan = make_plan(shards, 0, world_size, replace(COST, flops_per_byte=0.0))
+    loads = plan.loads
+    assert sum(loads) == pytest.approx(sum(COST.flops(*shape) for shape in shapes)), "what moves is counted once"
     assert max(loads) <= 4 / 3 * max(sum(loads) / world_size, *(COST.flops(*s) for s in shapes))
 
 

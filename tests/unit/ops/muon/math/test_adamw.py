@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The auxiliary AdamW against its formulas, with torch's fused kernel and where there is none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from deepspeed.muon.kernels import kernel_set
+from deepspeed.muon.kernels.kernel_set import Workspace
 from deepspeed.muon.math import adamw
 from deepspeed.muon.saved_state import adamw_state
 
@@ -48,3 +52,16 @@ def test_one_device_without_the_kernel_is_enough(monkeypatch: pytest.MonkeyPatch
         tensors = [torch.zeros(2, device=device) for device in devices]
         adamw.step(tensors, [adamw_state(tensor) for tensor in tensors], GROUP, True)
     assert [("fused" in settings, "foreach" in settings) for settings in chosen] == [(True, False), (False, True)]
+
+
+def test_bf16_weights_and_moments_draw_numbers_of_their_own() -> None:
+    """Whatever the place in a fragment of several chunks, no two of them draw the same."""
+    numel = 2 * kernel_set.CPU_CHUNK
+    tensor = torch.zeros(numel, dtype=torch.bfloat16)
+    tensor.grad = torch.zeros_like(tensor)
+    drawn: list[tuple[object, int]] = []
+    kernels = replace(kernel_set.TORCH, copy_rounded=lambda target, source, key, first, work: drawn.append((key, first)))
+    fragments = [adamw.Fragment("w", 5, 0, numel)]
+    adamw.step_in_bf16(tensor, adamw_state(tensor), GROUP, True, fragments, kernels, Workspace())
+    assert len({key for key, _ in drawn}) == 3
+    assert sorted({first for _, first in drawn}) == [5, 5 + kernel_set.CPU_CHUNK] and len(drawn) == 6

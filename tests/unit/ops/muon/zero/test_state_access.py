@@ -42,7 +42,11 @@ def states_and_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def set_and_step(cases: list[dict[str, Any]]) -> None:
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    from deepspeed.utils import (
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
 
     for case in cases:
         engine = fresh_engine(0, case)
@@ -61,7 +65,11 @@ def set_and_step(cases: list[dict[str, Any]]) -> None:
                 else:
                     safe_set_full_optimizer_state(param, value, key)
         assert differing(states_and_weights(engine), wanted) == [], case
+        keys = [(param, "momentum_buffer") for param, spec in engine.basic_optimizer.specs.items() if spec.use_muon]
+        read = [safe_get_full_optimizer_state(*key) for key in keys]
+        before = [state.clone() for state in read]
         train_engine(engine, 1, first_step=1)
+        assert all(map(torch.equal, read, before)), "what is read is a copy"
         for name, left in states_and_weights(engine).items():
             kept = KEPT[name.rpartition(".")[2]] * wanted[name]
             assert (left - kept).norm() <= 0.01 * wanted[name].norm(), (case, name)
