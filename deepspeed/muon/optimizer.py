@@ -119,7 +119,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: First tensor of a partition of Muon parameters -> the step of that partition. The tensor is the key because
         #: ZeRO calls ``step`` with one sub-group's tensors at a time.
         self._partition_steps: dict[Tensor, PartitionStep] = {}
-        #: First tensor of a partition that is looked at and not yet updated -> its matrices without gradient.
+        #: First tensor of a partition -> names of its matrices without a gradient. :meth:`_look` adds an entry, and the
+        #: update of the partition removes it.
         self._without_gradient: dict[Tensor, frozenset[str]] = {}
         self._adam_partitions: list[Partition] = []
         self._momentum_blocks: dict[Tensor, Blocks] = {}
@@ -211,7 +212,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
                 dtype=self.ns_dtype,
                 context=self.context,
                 exchange=Exchange(
-                    group=partition.group,
+                    group=partition.group,  # a process group; ``group`` above is a parameter group
                     dtype=DTYPES[self.config.wire],
                     device=device,
                     work=self.workspace,
@@ -301,7 +302,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     @property
     def steps_done(self) -> int:
         """Return the number of steps taken, including those of the run that saved a loaded checkpoint."""
-        # The first state is Muon's, unless the first group has no matrix, and a step counts all of Muon's tensors.
+        # The first state is a Muon tensor's, unless the first group has no matrix. Muon counts every step, AdamW only
+        # those in which the tensor has a gradient.
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
@@ -474,6 +476,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Return whether all gradients on all ranks are finite; all ranks get the same answer."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
+        # No communication: in plain PyTorch, DDP has averaged the gradients, so all ranks test the same numbers.
         return same_on_all_ranks(self.has_finite_gradients())
 
     def has_finite_gradients(self) -> bool:
@@ -503,7 +506,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         device once.
         """
         firsts = [step.partition.tensors[0] for step in steps]
-        # Each look serves one update, so a script may call the wrapper's step without the engine's ``begin_step``.
+        # An update removes its entry. So if a script calls the wrapper's ``step`` without the engine's ``begin_step``,
+        # which resets ``_has_looked``, an entry is missing, and the gradients are looked at again.
         if not self._has_looked or not all(first in self._without_gradient for first in firsts):
             looks: list[tuple[PartitionStep, Gradients]]
             looks = [(step, [pieces_of(tensor) for tensor in step.partition.tensors]) for step in steps]

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of a partition of Muon parameters, from gradient to weight.
 
-    look           on the shard     which matrices have a gradient; whether it is finite
+    look           on the shard     which matrices have a gradient; whether gradients are finite
     prepare        on the shard     momentum and Nesterov, rounded to the dtype of the exchange
     orthogonalize  at the owner     Newton-Schulz on whole matrices, between the update rules
     apply          on the shard     weight decay, and the update scaled by learning rate and shape
 
-Each phase works on one bucket of matrices at a time. :meth:`PartitionStep.run` is the loop over the buckets. A "run" is
-a contiguous piece of a matrix that this rank holds, or a grid of such pieces (``ShardRun``).
+The optimizer looks at several partitions together, before it updates any of them. The other three phases work on one
+bucket of matrices at a time; :meth:`PartitionStep.run` is the loop over the buckets.
+
+The owner of a matrix is the rank that orthogonalizes it. A "run" (``ShardRun``) is a part of a matrix that this rank's
+shard holds: consecutive elements, or equally spaced rows. Runs that are updated together form a :class:`Call`.
 """
 
 from __future__ import annotations
@@ -58,11 +61,18 @@ Gradients = Sequence[Sequence[Tensor]]
 class _Probes(NamedTuple):
     """The elements of one tensor's gradient that :class:`GradientProbe` tests.
 
-    ``tensor``: the tensor's index in the partition. The other fields have one item for each matrix of which the tensor
-    holds elements, in the order of the elements. ``runs_of_matrices``: the parts of the matrix in the tensor.
-    ``numbers``, ``matrix_indices``: index of the matrix in the partition, as integers and as an int64 tensor.
-    ``positions``: indices in the tensor of the :data:`PROBES` elements to test first. ``indices``: lengths of the
-    gradient's pieces -> for each piece, the positions in it, int64 ``[matrices, PROBES]``.
+    Example, with :data:`PROBES` 2: a flat tensor holds the partition's matrix 4 in elements 0 to 99, and matrix 7 in
+    elements 100 to 199. Then ``numbers`` is ``[4, 7]``, and ``positions`` is ``[[61, 23], [161, 123]]``. If the
+    gradient comes in two pieces of 100 elements, ``indices[100, 100]`` is ``[tensor([[61, 23]]), tensor([[61, 23]])]``.
+
+    Args:
+        tensor: the tensor's index in the partition.
+        runs_of_matrices: for each matrix of which the tensor holds elements, in their order, its parts in the tensor.
+        numbers, matrix_indices: for each of these matrices, its index in the partition, as integers and as an int64
+            tensor.
+        positions: for each of these matrices, the indices in the tensor of the :data:`PROBES` elements to test first.
+        indices: cache of :meth:`sampled`, lengths of the gradient's pieces -> for each piece, the ``positions`` in it,
+            counted from its first element, int64 ``[matrices in the piece, PROBES]``.
     """
 
     tensor: int
@@ -113,7 +123,7 @@ class GradientProbe:
             in_order = dict(sorted(of_tensor.items(), key=lambda pair: pair[1][0].copy.start))
             numbers, runs_of_matrices = list(in_order), list(in_order.values())
             matrix_indices = torch.tensor(numbers, dtype=torch.int64, device=partition.tensors[tensor].device)
-            positions = [*map(_spread, runs_of_matrices)]
+            positions = [*map(_probe_positions, runs_of_matrices)]
             self._probes.append(_Probes(tensor, runs_of_matrices, numbers, matrix_indices, positions, {}))
 
     def sampled(self, gradients: Gradients) -> Tensor:
@@ -174,7 +184,7 @@ def without_gradient(
     if not any(unsure):
         return [frozenset() for _ in probes]
     looks = [(probe, of_part, numbers) for (probe, of_part), numbers in zip(pairs, unsure, strict=True) if numbers]
-    # Not by ``read_flags``, which has already read the norms with the first flags.
+    # By ``tolist``: the first call of ``read_flags`` has already fetched the gradient norms for ``is_finite``.
     flags = iter(torch.cat([probe.read(of_part, numbers) for probe, of_part, numbers in looks]).tolist())
     return [
         frozenset(probe.names[number] for number in numbers if not next(flags))
@@ -204,7 +214,7 @@ def _of_run(gradient: Sequence[Tensor], copy: GridCopy) -> Tensor:
     return grid_view(gradient[number], copy)
 
 
-def _spread(runs: Sequence[ShardRun]) -> list[int]:
+def _probe_positions(runs: Sequence[ShardRun]) -> list[int]:
     """Return the indices in a tensor of PROBES elements of one matrix, spread over the rows and columns of its parts.
 
     ``runs``: the parts of the matrix in the tensor.
@@ -252,7 +262,9 @@ def are_finite(tensors: list[Tensor]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """Facts besides the config that a step depends on; :mod:`deepspeed.muon.zero.bind` finds them.
+    """Facts besides the config that a step depends on.
+
+    :mod:`deepspeed.muon.zero.bind` finds them under DeepSpeed, :mod:`deepspeed.muon.replicas` in plain PyTorch.
 
     Args:
         is_logging: whether this rank writes the log lines that would be equal on all ranks; true on one rank.
@@ -267,7 +279,8 @@ class StepContext:
             the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
         is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
             ``None``: the optimizer checks them by itself, because they are equal on all ranks.
-        read_flags: function that returns the elements of an int32 tensor on the device; it may read more with them.
+        read_flags: function that returns the elements of an int32 tensor, for which the host waits for the device. If
+            ``is_finite`` tests ZeRO's gradient norms (``NormWatch``), the same wait fetches them, so call this first.
         gradients_of: function of a partition that the current call of ``step`` does not update. It returns the
             consecutive pieces of its flat gradient, or ``None`` if they are not in memory.
     """
@@ -309,14 +322,15 @@ def bind_partition(
     """
     newton_schulz = _newton_schulz(group, config, dtype, context.kernels, exchange.device.type)
     cost = cost_model(newton_schulz.flops, exchange.dtype.itemsize, exchange.device.type)
-    # The number of ranks before the partition may shrink to one below: statistics are divided by it.
+    # Kept, because ``partition`` may become one for a single rank below. All ranks then count every matrix, and the sum
+    # of their statistics must still be divided by this number.
     sharers, is_replicated = partition.world_size, partition.is_replicated
     planned = plan_partition(partition.planned, sharers, cost, config.bucket_bytes, partition.rank)
     if planned.world_size < sharers:  # each rank does all the work
         partition = replace(partition, shards=planned.shards, planned=planned.shards, group=None, rank=0, world_size=1)
         exchange = replace(exchange, group=None)
     # Kernels for many runs read the shards directly, so they cannot be used if the shards are staged in other buffers.
-    runs = context.kernels.runs if exchange.staging is None else None
+    run_kernels = context.kernels.runs if exchange.staging is None else None
     return PartitionStep(
         config=config,
         partition=partition,
@@ -324,7 +338,7 @@ def bind_partition(
         exchange=exchange,
         newton_schulz=newton_schulz,
         kernels=context.kernels,
-        multi_run_kernels=runs if runs and all(map(runs.fits, partition.tensors)) else None,
+        multi_run_kernels=run_kernels if run_kernels and all(map(run_kernels.fits, partition.tensors)) else None,
         scale=_scale(group, config),
         settings_text=_settings_text(group),
         sharers=sharers,
@@ -370,7 +384,7 @@ def _scale(group: Mapping[str, Any], config: MuonConfig) -> Scale:
 
 
 class Call(NamedTuple):
-    """Some runs of one :class:`Bucket` that are updated together. A run is a part of a matrix on this rank.
+    """Some runs of one :class:`Bucket` that are updated together: one of :meth:`Bucket.run_groups`.
 
     Args:
         run_indices: indices of the :class:`ShardRun` objects in the bucket.
@@ -496,7 +510,7 @@ class PartitionStep:
 
     @cached_property
     def slots(self) -> int:
-        """Return how many buckets are in memory at a time."""
+        """Return the number of slots: how many buckets are in memory at a time, each in the memory of one slot."""
         return self.plan.slots(self.plan.travels(self.exchange.is_staged))
 
     @cached_property
@@ -538,14 +552,14 @@ class PartitionStep:
         """
         # The order of the collectives follows from the number of buckets and of slots, which are equal on all ranks.
         # Slots: 1 if nothing travels, 2 if memory is tight, otherwise 3.
-        lag, is_tight = int(self.slots > 1), self.slots == 2
+        lag, has_two_slots = int(self.slots > 1), self.slots == 2
         values.memory_of_slots = self.exchange.allocate(self.plan, self.slots)
         for turn in range(len(self.plan.buckets) + 2 * lag):
-            if is_tight:  # the next bucket takes this one's memory
+            if has_two_slots:  # the next bucket takes this one's memory
                 self._finish(values, turn - 2 * lag)
             self._start(values, turn)
             self._turn_around(values, turn - lag)
-            if not is_tight:  # results arrive while another bucket is orthogonalized
+            if not has_two_slots:  # results arrive while another bucket is orthogonalized
                 self._finish(values, turn - 2 * lag)
 
     def _start(self, values: StepValues, number: int) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from deepspeed.muon.exchange.placed_params import PlacedBlock
 from deepspeed.muon.layout import Piece
 
-#: (owner, matrix) pairs.
+#: (owner, matrix) pairs of matrices of all owners, not only of those that this rank owns.
 OwnedBlocks = list[tuple[int, PlacedBlock]]
 #: (rows, columns) of a matrix -> the factor that multiplies its update.
 Scale = Callable[[int, int], float]
@@ -36,11 +36,17 @@ class Span(NamedTuple):
 
 
 class GridCopy(NamedTuple):
-    """A copy of ``rows`` rows of ``cols`` elements each between two flat tensors.
+    """The places of ``rows`` rows of ``cols`` elements each in two flat tensors, for a copy in either direction.
 
-    In one tensor the rows follow each other without gaps, from index ``at``. In the other they begin ``pitch`` elements
-    apart, from index ``start``. If ``times`` > 1, more such copies follow: copy i, counted from 0, has the first
-    indices ``at + i * at_step`` and ``start + i * start_step``.
+    In the packed tensor the rows follow each other without gaps, from index ``at``. In the other, the grid, they begin
+    ``pitch`` elements apart, from index ``start``. Example: ``GridCopy(at=6, start=100, rows=2, cols=3, pitch=8)``
+    pairs the packed elements 6 to 8 with 100 to 102 of the grid, and 9 to 11 with 108 to 110.
+
+    In :attr:`ShardRun.copy` the grid is this rank's tensor, and the packed tensor is a buffer of the bucket. In
+    :attr:`Bucket.received` the grid is the bucket's matrices, and the packed tensor is the receive buffer.
+
+    If ``times`` > 1, more such copies follow: copy i, counted from 0, has the first indices ``at + i * at_step`` and
+    ``start + i * start_step``.
     """
 
     at: int
@@ -229,32 +235,32 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     runs: list[ShardRun] = []
     sent = [0] * world_size
     incoming: list[list[tuple[int, Piece]]] = [[] for _ in range(world_size)]
-    matrices = send_at = 0
+    own_at = send_at = 0  # index of the next own matrix in the bucket's matrices, of the next part in the send buffer
     for owner, item in items:
         mine, spread = owner == rank, item.spread
         for piece in spread.pieces(rank) if rank in spread.holders else ():
             # Elements that stay on this rank skip the send buffer, unless they are columns: one copy puts all columns
             # of a matrix in order, also those that this rank sends to itself.
             in_place = mine and piece.is_contiguous and not sends_own
-            runs.append(_run(item, piece, matrices + piece.at if in_place else send_at, in_place))
+            runs.append(_run(item, piece, own_at + piece.at if in_place else send_at, in_place))
             if not in_place:
                 numel = piece.numel
                 sent[owner] += numel
                 send_at += numel
-        if mine:
+        if mine:  # list what arrives from each source, in the order in which it fills its send buffer
             for source in spread.holders:
                 stay = source == rank and not sends_own
                 for piece in spread.pieces(source):
                     if not (stay and piece.is_contiguous):
-                        incoming[source].append((matrices, piece))
-            matrices += item.block.numel
+                        incoming[source].append((own_at, piece))
+            own_at += item.block.numel
     return Bucket(
         runs=tuple(runs),
         batches=tuple(batches_of(own_items)),
         received=tuple(_unpacking(incoming)),
         send_counts=tuple(sent),
         receive_counts=tuple(sum(piece.numel for _, piece in pieces) for pieces in incoming),
-        matrix_elements=matrices,
+        matrix_elements=own_at,
         # A matrix in several parts (tensor parallelism) may have columns, which even a single holder sends to itself.
         travels=any(len(item.spread.rectangles) > 1 or list(item.spread.holders) != [owner] for owner, item in items),
         names=tuple(item.name for _, item in items),
@@ -298,6 +304,7 @@ def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
         parameter=shard.spec.name,
         matrix=name,
         tensor=shard.tensor,
+        # In the shard, as in the parameter, rows are ``stride`` apart. ``piece.pitch`` is their distance in the matrix.
         copy=GridCopy(at, shard.placement.position(piece.element), piece.rows, piece.cols, piece.stride),
         in_place=in_place,
         shape=item.shape,
@@ -330,17 +337,18 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Grid
     ``incoming``: for each source rank, an (index, part) pair for each part of a matrix that the rank sends. The index
     is that of the matrix's first element in the bucket's matrices.
     """
-    at, sources = 0, []
+    at, copies_of_sources = 0, []
     for pieces in incoming:
         copies = []
-        for matrix, piece in pieces:
-            # A piece that is contiguous in the matrix is one run, whatever its layout at the source.
+        for matrix_at, piece in pieces:
+            # A piece that is contiguous in the matrix is one row of a copy, whatever its layout at the source.
             rows, cols = (1, piece.numel) if piece.is_contiguous else (piece.rows, piece.cols)
-            copies.append(GridCopy(at, matrix + piece.at, rows, cols, piece.pitch if rows > 1 else cols))
+            copies.append(GridCopy(at, matrix_at + piece.at, rows, cols, piece.pitch if rows > 1 else cols))
             at += piece.numel
-        sources.append(_merged(copies, _joined))
-    for alike in zip_longest(*filter(None, sources)):
-        yield from _merged(filter(None, alike), _repeated)
+        copies_of_sources.append(_merged(copies, _joined))
+    # The n-th copies of all sources often have one shape and a constant distance, and then become one with ``times``.
+    for nth_copies in zip_longest(*filter(None, copies_of_sources)):
+        yield from _merged(filter(None, nth_copies), _repeated)
 
 
 # ---- neighbours as one --------------------------------------------------------------------------------------------
@@ -385,11 +393,11 @@ def _joined(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
 
 def _repeated(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
     """Return one copy in place of both: ``copy`` with one more repetition, or a longer row; ``None`` if impossible."""
-    at, start = next_copy.at - copy.at, next_copy.start - copy.start
-    steps = (copy.at_step, copy.start_step) if copy.times > 1 else (at, start)
+    to_at, to_start = next_copy.at - copy.at, next_copy.start - copy.start  # distances to the first repetition
+    steps = (copy.at_step, copy.start_step) if copy.times > 1 else (to_at, to_start)
     alike = (copy.rows, copy.cols, copy.pitch) == (next_copy.rows, next_copy.cols, next_copy.pitch)
     both = _adjacent(copy, next_copy)
-    if both is None and alike and start > 0 and (at, start) == (copy.times * steps[0], copy.times * steps[1]):
+    if both is None and alike and to_start > 0 and (to_at, to_start) == tuple(copy.times * step for step in steps):
         return copy._replace(times=copy.times + 1, at_step=steps[0], start_step=steps[1])
     return both
 

@@ -2,8 +2,8 @@
 """Plan the exchange: which rank owns each matrix, and which elements are sent in which bucket. No communication.
 
 Every rank derives the same owners and buckets from the same facts, then lists only its own part: the matrices that it
-owns, and the contiguous pieces of matrices that its shard holds (runs). One rank's plan takes a time that grows with
-matrices + ranks, apart from logarithms, and not with their product.
+owns, and the parts of matrices that its shard holds (runs). Planning takes each rank O(matrices + ranks) time, up to
+logarithms, and not O(matrices x ranks).
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def assign_owners(items: Sequence[PlacedBlock], world_size: int, cost: CostModel
 def _candidates(item: PlacedBlock, least: int, missing_of: dict[Spread, dict[int, int]]) -> dict[int, int]:
     """Return {rank: number of the matrix's elements that it lacks} for the ranks that may own the matrix.
 
-    These are the ranks that hold a part of it or, if they are many, up to four of them: the first, the middle and the
-    last and, if it holds a part, ``least``, the rank with the least load of all. ``missing_of``: a cache that this
-    function fills, :class:`Spread` of a matrix -> the result without ``least``.
+    These are its :attr:`Spread.holders` or, if they are many, up to four of them: the first, the middle, the last and,
+    if it is a holder, ``least``, the rank with the least load of all. ``missing_of``: a cache that this function fills,
+    :class:`Spread` of a matrix -> the result without ``least``. Matrices with one Spread have equal blocks.
     """
     spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]
@@ -166,8 +166,8 @@ def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -
         owned, gap = loads.owned[busiest], loads.values[busiest] - loads.values[least]
         if not owned:
             return
-        # The heaviest matrix of at most half the gap; if there is none, the lightest of all. Any index is below the
-        # number of matrices, so the search ends behind all loads of exactly half the gap.
+        # The heaviest matrix of at most half the gap; if there is none, the lightest of all. ``owned`` is sorted by
+        # (load, index), and every index is below ``len(moved_costs)``, so loads of exactly half the gap are included.
         position = max(0, bisect.bisect_right(owned, (gap / 2, len(moved_costs))) - 1)
         load, index = owned[position]
         # Moving it would make the least loaded rank at least as busy as the busiest one is now.
@@ -300,10 +300,10 @@ class Plan:
 def plan_partition(
     shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None, rank: int = 0
 ) -> Plan:
-    """Plan a parameter group (or sub-group of ZeRO stage 3); arguments as for :func:`plan_shards`.
+    """Plan a partition: share its matrices among the ranks, except at stage 0 if sharing is not faster.
 
-    At stage 0, if sharing the work is not faster, return a plan for a single rank: every rank carries it out for all
-    matrices, without communication.
+    In that case return a plan with ``world_size`` 1: every rank carries it out for all matrices, without communication.
+    Otherwise return the result of :func:`plan_shards`, which has the same arguments.
     """
     plan = plan_shards(shards, world_size, cost, bucket_bytes, rank)
     if plan.copies == 1 or is_worth_sharing(plan, cost):
@@ -324,7 +324,9 @@ def is_worth_sharing(plan: Plan, cost: CostModel) -> bool:
 def plan_shards(
     shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None, rank: int = 0
 ) -> Plan:
-    """Plan a parameter group (or sub-group of ZeRO stage 3).
+    """Plan a parameter group (or sub-group of ZeRO stage 3) for ``world_size`` ranks that share its matrices.
+
+    It does not ask whether sharing is faster than not sharing; :func:`plan_partition` does.
 
     Args:
         shards: the group's Muon parameters, in the same order on all ranks.

@@ -81,8 +81,9 @@ def bind_engine(engine: Any) -> None:
     """
     optimizer = engine.basic_optimizer
     slow = functools.partial(log_if_slow, is_logging_rank=engine.global_rank == 0)
-    # patches.py has compared them before ZeRO was built, whose collectives need it. Here, bind needs what the ranks
-    # share, with the groups as ZeRO left them.
+    # The second comparison: patches.py made the first one before ZeRO was built, because ZeRO's constructor calls
+    # collectives, which need equal parameters on all ranks. This one sees the parameter groups as ZeRO left them, and
+    # its result is needed below.
     with slow("comparing the settings of all ranks"):
         agreed = agree_on_settings(engine, optimizer)
     if optimizer.qk_clip:

@@ -60,7 +60,9 @@ def test_bf16_weights_and_moments_draw_numbers_of_their_own() -> None:
     tensor = torch.zeros(numel, dtype=torch.bfloat16)
     tensor.grad = torch.zeros_like(tensor)
     drawn: list[tuple[object, int]] = []
-    kernels = replace(kernel_set.TORCH, copy_rounded=lambda target, source, key, first, work: drawn.append((key, first)))
+    kernels = replace(
+        kernel_set.TORCH, copy_rounded=lambda target, source, key, first, work: drawn.append((key, first))
+    )
     fragments = [adamw.Fragment("w", 5, 0, numel)]
     adamw.step_in_bf16(tensor, adamw_state(tensor), GROUP, True, fragments, kernels, Workspace())
     assert len({key for key, _ in drawn}) == 3
