@@ -99,7 +99,14 @@ def _values(case: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _leave_out_stocks_faults(items: list[pytest.Item]) -> None:
-    """What stock DeepSpeed gets wrong on CPU and gloo before 0.19.8, whatever the optimizer."""
+    """What stock DeepSpeed gets wrong on CPU and gloo, whatever the optimizer: most of it before 0.19.8."""
+    if Version(version("transformers")) >= Version("5.24"):
+        opt = pytest.mark.skip(
+            reason="from transformers 5.24 on DeepSpeed's hybrid engine does not build OPT's containers"
+        )
+        for item in items:
+            if re.search(r"\[hybrid engine: .*model opt", item.name):
+                item.add_marker(opt)
     if Version(version("deepspeed")) >= Version("0.19.8"):
         return
     races = pytest.mark.skip(reason="before 0.19.8 overlapped buckets of separate gradients race on CPU and gloo")
@@ -111,7 +118,7 @@ def _leave_out_stocks_faults(items: list[pytest.Item]) -> None:
             item.add_marker(swapping)
         elif "'contiguous_gradients': False" in str(getattr(item, "callspec", None)):
             item.add_marker(races)
-        elif "checkpoint_interval" in item.name:
+        elif re.search(r"\[.*checkpoint(_interval|ing(?!.*how (torch|compile)))", item.name):
             item.add_marker(streams)
         elif re.search("test_a_bad_.*(grad_accum_dtype|BF16_Optimizer)|step_is_reported_once", item.name):
             item.add_marker(stops)
