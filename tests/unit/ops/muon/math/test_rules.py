@@ -15,6 +15,7 @@ from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.rules import (
     SCALES,
     MuonEq,
+    Schedules,
     equalize,
     normuon,
     scale_factor,
@@ -78,6 +79,14 @@ def test_zeros_stay_zeros() -> None:
     assert moment.equal(kept) and kept.any() and not matrix.any()
 
 
+def test_normuon_keeps_the_norm_and_makes_rows_alike() -> None:
+    matrix = randn(8, 64) * torch.arange(1, 9).unsqueeze(1)
+    before, moment = matrix.norm(), torch.zeros(8)
+    normuon(matrix, 0, moment, 0.95, Workspace())
+    torch.testing.assert_close(matrix.norm(), before)
+    torch.testing.assert_close(matrix.norm(dim=1), (before / 8**0.5).expand(8))
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_number_of_threads_does_not_matter(axis: int) -> None:
     found = []
@@ -134,6 +143,14 @@ def test_scales(rows: int, cols: int, original: float, rms: float, spectral: flo
     assert {name: scale_factor(name, rows, cols) for name in SCALES} == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("name", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
+def test_scales_are_torchs(name: str, shape: tuple[int, int]) -> None:
+    from torch.optim._muon import _adjust_lr
+
+    assert _adjust_lr(0.1, name, torch.Size(shape)) == pytest.approx(0.1 * scale_factor(name, *shape), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("shape", [(24, 24), (24, 60), (60, 24), (2, 50)])
 def test_update_rms(name: str, shape: tuple[int, int]) -> None:
@@ -142,3 +159,26 @@ def test_update_rms(name: str, shape: tuple[int, int]) -> None:
     scaled = scale_factor(name, *shape) * (u @ vh)
     assert scaled.square().mean().sqrt().item() == pytest.approx(update_rms(name, *shape), rel=1e-12)
     assert name != "match_rms_adamw" or update_rms(name, *shape) == pytest.approx(0.2, rel=1e-12)
+
+
+GROUP = {"lr": 0.1, "momentum": 0.95, "weight_decay": 0.2}
+
+
+def test_momentum_goes_linearly_to_that_of_the_group() -> None:
+    for done, momentum in {0: 0.85, 1: 0.875, 2: 0.9, 3: 0.925, 4: 0.95, 5: 0.95, 10**9: 0.95}.items():
+        found = Schedules(momentum_start=0.85, momentum_warmup_steps=4).settings_at(GROUP, done)
+        assert found == GROUP | {"momentum": pytest.approx(momentum)}
+    found = Schedules(momentum_start=0.99, momentum_warmup_steps=2).settings_at(GROUP | {"momentum": 0.9}, 1)
+    assert found["momentum"] == pytest.approx(0.945), "it may fall"
+
+
+def test_weight_decay_goes_linearly_to_zero() -> None:
+    for done, decay in {0: 0.2, 1: 0.15, 2: 0.1, 3: 0.05, 4: 0.0, 5: 0.0, 99: 0.0}.items():
+        found = Schedules(muon_weight_decay_steps=4).settings_at(GROUP, done)
+        assert found == GROUP | {"weight_decay": pytest.approx(decay)}
+
+
+def test_without_schedules_a_group_keeps_its_values() -> None:
+    assert Schedules().settings_at(GROUP, 7) == GROUP and not str(Schedules())
+    text = "momentum from 0.85 over 300 steps, weight decay of the Muon groups to zero over 1000 steps"
+    assert str(Schedules(0.85, 300, 1000)) == text
