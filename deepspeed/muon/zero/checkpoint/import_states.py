@@ -45,6 +45,7 @@ WEIGHT, MOMENTUM = "fp32", "exp_avg"
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 #: What becomes of a parameter's state -> the end of its text in the log.
 ENDS = {"kept": "", "zero": ", state at zero", "first_moment": ", momentum from the first moment"}
+TO_MUON = "moved from AdamW to Muon"
 #: Key in a universal checkpoint's ``optimizer_state.pt``: the optimizer whose checkpoint ``ds_muon import`` converted.
 ORIGIN = "deepspeed_muon_origin"
 #: Keys of a model file that DeepSpeed does not count among the script's ``client_state``.
@@ -242,7 +243,7 @@ def match(optimizer: MuonWithAuxAdam, other_run: States, is_changed: bool = Fals
             rows = f"{old[0]} rows became {new[0]}, the rows that both have " if old != new else ""
             action, text = "kept", f"{rows}as saved"
         elif spec.use_muon:
-            action, text = momentum, "moved from AdamW to Muon"
+            action, text = momentum, TO_MUON
         else:
             action, text = "zero" if momentum == "zero" else action, "moved from Muon to AdamW"
         if action:
@@ -261,6 +262,8 @@ def match(optimizer: MuonWithAuxAdam, other_run: States, is_changed: bool = Fals
 def log_outcomes(what: str, outcomes: Mapping[str, Sequence[str]]) -> None:
     """Log ``what`` was imported, and what became of how many parameters."""
     lines = [f"  {len(names)}: {text} ({listed(names, MAX_LISTED)})" for text, names in outcomes.items()]
+    if any(text.startswith(TO_MUON) for text in outcomes):
+        lines.append("  Muon usually does best at 3 to 10 times AdamW's learning rate; at AdamW's the loss may get worse")
     logger.info("deepspeed-muon: %s. Parameters:\n%s", what, "\n".join(lines))
 
 
