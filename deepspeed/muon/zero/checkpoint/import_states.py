@@ -263,7 +263,9 @@ def log_outcomes(what: str, outcomes: Mapping[str, Sequence[str]]) -> None:
     """Log ``what`` was imported, and what became of how many parameters."""
     lines = [f"  {len(names)}: {text} ({listed(names, MAX_LISTED)})" for text, names in outcomes.items()]
     if any(text.startswith(TO_MUON) for text in outcomes):
-        lines.append("  Muon usually does best at 3 to 10 times AdamW's learning rate; at AdamW's the loss may get worse")
+        lines.append(
+            "  Muon usually does best at 3 to 10 times AdamW's learning rate; at AdamW's the loss may get worse"
+        )
     logger.info("deepspeed-muon: %s. Parameters:\n%s", what, "\n".join(lines))
 
 
