@@ -130,14 +130,13 @@ def alone(device: str, quick: bool, rates: dict[str, float]) -> Rows:
 
 def share(device: str, quick: bool, rates: dict[str, float]) -> Rows:
     """The optimizer's part of a training step at stage 1, by tokens per step: matrices of GPT-2 and Qwen3-1.7B."""
-    large, small = ("qwen", 28, 2048), ("block", 12, 768)
-    for model, tokens in ((("qwen", 1, 32), 8),) if quick else ((small, 16384), (large, 4096), (large, 16384)):
+    sizes = (("block", 12, 768, 16384), ("qwen", 28, 2048, 4096), ("qwen", 28, 2048, 16384))
+    for model, layers, hidden, tokens in (("qwen", 1, 32, 8),) if quick else sizes:
         for variant in ("ours", "stock", "adamw"):
-            name, layers, hidden = model
-            job = training.Job("1", variant, 1, layers, hidden, batch=tokens, model=name, device=device)
+            job = training.Job("1", variant, 1, layers, hidden, batch=tokens, model=model, device=device)
             record = training.launch(job, 200)
             total = record["forward s"] + record["seconds"]
-            row = {"matrices": f"{layers} x {name}, {hidden}", "tokens": tokens, "optimizer": variant}
+            row = {"matrices": f"{layers} x {model}, {hidden}", "tokens": tokens, "optimizer": variant}
             row |= {"optimizer ms": 1e3 * record["optimizer s"]}
             row |= {"step ms": 1e3 * record["step s"], "forward + backward + step ms": 1e3 * total}
             yield row | {"optimizer's share": record["optimizer s"] / total, "peak MB": record["GPU peak MB"]}

@@ -48,11 +48,10 @@ def describe() -> dict[str, str]:
 
 def one_line() -> str:
     """`describe` as a caption."""
-    machine, facts = [], describe()
-    for name, value in facts.items():
-        text = {"cores": f"{value} cores", "python": ""}.get(name, value)
-        machine.append(f"{name} {value}" if name in ("torch", "deepspeed", "deepspeed-muon") else text)
-    return ", ".join(filter(None, machine))
+    facts = describe()
+    machine = [facts[name] for name in ("gpu", "cpu") if name in facts]
+    versions = [f"{name} {facts[name]}" for name in ("torch", "deepspeed", "deepspeed-muon")]
+    return ", ".join([*machine, f"{facts['cores']} cores", *versions, facts["date"]])
 
 
 def slug(text: str) -> str:

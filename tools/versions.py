@@ -63,7 +63,7 @@ versions of some packages, into an environment of its own and runs a part of the
 - `smoke`: DeepSpeed's AdamW and this Muon against their references at stages 0 to 3, bad steps, resume, universal
   checkpoints, offload to the CPU and NVMe, activation, the exchange, the kernels;
 - `models`: what is tested with models of transformers: routing, fused projections, heads, tensor parallelism, AutoEP,
-  QK-clip, schedules, `ds_muon plan`, Trainer, accelerate and Lightning;
+  ALST, QK-clip, schedules, `ds_muon plan`, Trainer, accelerate and Lightning;
 - `stock`: DeepSpeed's AdamW alone, at stages 0 to 3 on 2 ranks;
 - `integrators`: the [training tool](../frameworks.md#training-tools) that the row is named after, with the versions of
   other packages that it asks for; of the development set only torch, DeepSpeed, ninja and pytest.

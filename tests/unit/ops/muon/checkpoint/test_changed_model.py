@@ -74,6 +74,7 @@ def test_what_both_models_have_continues(
     assert "errors" not in found, found
     assert surprises(change, found, old) == []
     assert found["scale"] == 1.5 and found["steps"] == STEPS
+    assert any("3 to 10 times AdamW's learning rate" in line for line in found["said"]) == (title == "from AdamW")
     for name, weight in continued(change, found["loaded"]).items():
         if name in found["trained"]:
             change_of = (weight - found["loaded"][name].double()).norm()
