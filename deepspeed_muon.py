@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point in group ``torch.backends``, called by ``import torch``.
+"""Define the entry point that ``import torch`` calls, in group ``torch.backends``, and the command ``ds_muon``.
 
-It imports neither torch nor deepspeed, but hooks the import of DeepSpeed's config. The package is imported, and
-replaces what it has to replace in DeepSpeed, when a config first names Muon. ``DS_MUON_AUTOLOAD=0`` leaves DeepSpeed
-untouched.
+The entry point imports neither torch nor deepspeed. It waits until DeepSpeed's config module is imported. When a
+DeepSpeed config first names Muon, the package ``deepspeed.muon`` is imported and patches DeepSpeed. With
+``DS_MUON_AUTOLOAD=0`` DeepSpeed stays untouched.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import runpy
 import sys
 from pathlib import Path
 
-#: In a run of ``ds_muon try`` AdamW's variant needs the package too, once DeepSpeed's engine can be imported.
+#: A run that ``ds_muon try`` has started needs the package with AdamW too, as soon as DeepSpeed's engine is imported.
 _IS_TRIED = bool(os.environ.get("PYTHON_DS_MUON_TRY"))
 _MODULE = "deepspeed.runtime.engine" if _IS_TRIED else "deepspeed.runtime.config"
 _COMMAND = "deepspeed.muon.cli"
@@ -24,8 +24,9 @@ _COMMAND = "deepspeed.muon.cli"
 def command() -> int:
     """Run the command ``ds_muon`` and return its exit status.
 
-    Print help and errors in arguments before anything heavy is imported. What DeepSpeed prints when it is imported goes
-    to stderr, so that ``--json`` prints JSON only, and its warnings about this machine do not appear.
+    Help and errors in arguments are printed before anything heavy is imported. What DeepSpeed prints when it is
+    imported goes to stderr, so that stdout has only the result. What it logs then, such as warnings about this machine,
+    is dropped.
     """
     runpy.run_path(str(Path(__file__).with_name("deepspeed") / "muon" / "cli" / "parser.py"))["parser"]().parse_args()
     logging.disable(logging.WARNING)
@@ -36,7 +37,7 @@ def command() -> int:
 
 
 def autoload() -> None:
-    """Let each DeepSpeed config that names Muon activate deepspeed-muon. ``import torch`` calls this: never raise."""
+    """Let a DeepSpeed config that names Muon activate deepspeed-muon. Must not raise: ``import torch`` calls it."""
     if _runs_command():
         sys.stdout = sys.stderr  # until the command's __main__ runs: DeepSpeed prints warnings when it is imported
     if os.environ.get("DS_MUON_AUTOLOAD", "1") == "0":
@@ -48,14 +49,17 @@ def autoload() -> None:
 
 
 def _runs_command() -> bool:
-    """Return whether this is ``python -m deepspeed.muon.cli``, which imports its packages before ``__main__``."""
+    """Return whether Python was started as ``python -m deepspeed.muon.cli`` and does not run its ``__main__`` yet."""
     if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
         return False
     return sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == [_COMMAND]
 
 
 def _begin(module) -> None:
-    """Act on the module for which :class:`_Finder` has waited."""
+    """Import ``deepspeed.muon`` now in a run of ``ds_muon try``, otherwise when a config names Muon.
+
+    ``module``: the DeepSpeed module :data:`_MODULE`, just imported.
+    """
     if _IS_TRIED:
         importlib.import_module("deepspeed.muon")
     else:
@@ -63,7 +67,7 @@ def _begin(module) -> None:
 
 
 def _watch(config_module) -> None:
-    """Replace ``DeepSpeedConfig.__init__``: call it, then activate deepspeed-muon if the config may name Muon."""
+    """Wrap ``DeepSpeedConfig.__init__`` to activate deepspeed-muon if the config names Muon or an unknown optimizer."""
     kind = config_module.DeepSpeedConfig
     original = kind.__init__
     if getattr(original, "is_watched", False):
@@ -85,7 +89,7 @@ def _watch(config_module) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Find DeepSpeed's module with the other finders, and call :func:`_begin` once it has been executed."""
+    """Find the module :data:`_MODULE` with the other finders, and call :func:`_begin` once it has been executed."""
 
     def find_spec(self, name, path=None, target=None):
         if name != _MODULE:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packaging that pyproject.toml cannot express: requirements live in requirements/, sources in csrc/.
+"""Tell setuptools what pyproject.toml cannot: requirements are in ``requirements/``, C++ sources in ``csrc/``.
 
-The repository's ``deepspeed/`` folder has no ``__init__.py``: it is laid beside the files of the installed
-DeepSpeed, and a folder without one does not hide them.
+The repository's ``deepspeed/`` folder has no ``__init__.py``: its files are installed into the folder of DeepSpeed,
+and an ``__init__.py`` on the import path would hide the installed DeepSpeed.
 """
 
 import os
@@ -15,16 +15,17 @@ ROOT = Path(__file__).parent
 
 
 def requirements(name: str) -> list[str]:
-    """Lines of ``requirements/<name>.txt`` without comments."""
+    """Return the lines of ``requirements/<name>.txt`` without comments and blank lines."""
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     return [line for line in (raw.partition("#")[0].strip() for raw in lines) if line]
 
 
 def with_compiled_kernels() -> dict:
-    """Return what compiles csrc/muon into the package, for ``DS_BUILD_MUON=1 pip wheel --no-build-isolation``.
+    """Return the arguments of ``setup`` that compile csrc/muon into the wheel, for ``DS_BUILD_MUON=1 pip wheel``.
 
-    There is a module for each common level of vector instructions; at import the CPU's own level is chosen. They work
-    with the torch that compiled them, which the version names, such as ``0.2.0+torch2.13``.
+    The wheel gets one extension module for each common level of vector instructions, and a run imports that of its CPU.
+    The modules work only with the torch version that compiled them, which the wheel's version names, such as
+    ``0.2.0+torch2.13``. Needs ``--no-build-isolation``.
     """
     os.environ["DS_MUON_AUTOLOAD"] = "0"  # an installed version must not be imported in place of this one
     import torch

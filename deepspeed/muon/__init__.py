@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for DeepSpeed ZeRO. Importing this package activates it; nothing is compiled."""
+"""Muon for DeepSpeed ZeRO. Importing this package patches DeepSpeed; it compiles nothing."""
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import (

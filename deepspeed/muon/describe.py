@@ -21,20 +21,20 @@ TITLES = ("parameter", "shape", "rule", "matrices", "lr x scale", "Newton-Schulz
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters that are updated alike: of one shape, whose names differ in the numbers of layers only.
+    """A table row: parameters of one shape that are updated alike and whose names differ only in layer numbers.
 
     Args:
         name: such as ``layers.{0..31}.mlp.up.weight``.
-        count: how many parameters.
-        shape: of each parameter, such as ``(4096, 1024)``.
+        count: number of parameters in the row.
+        shape: shape of each parameter, such as ``(4096, 1024)``.
         updated_by: ``"Muon"`` or ``"AdamW"``.
-        reason: why.
+        reason: why Muon or AdamW updates them.
         matrices: how many matrices one parameter holds; 0 for AdamW.
         lr: the group's learning rate at this step; ``None`` if it is not known yet.
-        scales: the factors of Muon's updates next to ``lr``, by the shapes of the matrices.
-        methods, dtype: of Newton-Schulz, such as ``("gram",)`` and ``fp16``; empty for AdamW and before the first step.
+        scales: the different factors that multiply the matrices' updates in addition to ``lr``.
+        methods, dtype: of Newton-Schulz, such as ``("gram",)`` and ``fp16``; empty for AdamW or before planning.
         cost: share (0 to 1) of the model's Newton-Schulz operations.
-        owners: the ranks that orthogonalize these matrices; empty for AdamW and before the first step.
+        owners: the ranks that orthogonalize these matrices; empty for AdamW or before planning.
         is_on_each: whether each rank orthogonalizes all of them itself.
     """
 
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """The rows of the table; as a text, the table."""
+    """The table that :meth:`MuonWithAuxAdam.describe` returns. ``str()`` turns it into text."""
 
     rows: tuple[Row, ...]
 
@@ -89,9 +89,10 @@ class Description:
 class Group:
     """A parameter group to describe.
 
-    ``scale``, ``method``, ``flops``: (rows, columns) of a matrix -> the factor of its update, the method of
-    Newton-Schulz, and its operations; ``None`` for AdamW and before the first step. ``owners``: name of a parameter ->
-    the ranks that orthogonalize its matrices. The other fields are those of :class:`Row`.
+    ``specs``: its parameters. ``scale``, ``method``, ``flops``: functions of a matrix's (rows, columns) that return the
+    factor of its update, its Newton-Schulz method, and the floating-point operations of Newton-Schulz; ``None`` for
+    AdamW or before planning. ``owners``: name of a parameter -> the ranks that orthogonalize its matrices. The other
+    fields mean the same as in :class:`Row`.
     """
 
     use_muon: bool
@@ -108,11 +109,11 @@ class Group:
 def groups_of(
     param_groups: Sequence[Mapping[str, Any]], specs: Sequence[Sequence[MatrixSpec]], steps: Sequence[PartitionStep]
 ) -> Iterator[Group]:
-    """Yield the groups of an optimizer.
+    """Yield a :class:`Group` for each parameter group of an optimizer.
 
     Args:
-        param_groups: its parameter groups, with their current learning rates.
-        specs: for each group, its parameters.
+        param_groups: the optimizer's parameter groups, with their current learning rates.
+        specs: for each group, the specs of its parameters.
         steps: the planned steps of the Muon groups, at ZeRO stage 3 one for each sub-group; empty before they are
             planned.
     """
@@ -129,14 +130,14 @@ def groups_of(
 
 
 def describe(groups: Iterable[Group], fold: bool = True) -> Description:
-    """Return the table for parameter groups. ``fold``: merge parameters that differ in their layer's number only."""
+    """Return the table for ``groups``. ``fold``: whether parameters that differ only in layer numbers share a row."""
     rows = [row for group in groups for row in _rows_of(group, fold)]
     total = sum(row.cost for row in rows)
     return Description(tuple(replace(row, cost=row.cost / total if total else 0.0) for row in rows))
 
 
 def _rows_of(group: Group, fold: bool) -> Iterator[Row]:
-    """Yield the rows of a group; their ``cost`` is in operations."""
+    """Yield the rows of a group, with ``cost`` in floating-point operations instead of as a share."""
     alike: dict[tuple, list[MatrixSpec]] = {}
     for spec in group.specs:
         pattern = _NUMBER.sub("{}", spec.name) if fold else spec.name
@@ -162,9 +163,9 @@ def _rows_of(group: Group, fold: bool) -> Iterator[Row]:
 
 
 def _folded(pattern: str, names: Sequence[str]) -> str:
-    """Return ``pattern``, such as ``layers.{}.mlp``, with the numbers in ``names`` for ``{}``: ``layers.{0..31}.mlp``.
+    """Fill the layer numbers of ``names`` into each ``{}`` of ``pattern``: ``layers.{}.mlp`` -> ``layers.{0..31}.mlp``.
 
-    ``names``: names of parameters that match the pattern.
+    ``names``: names of parameters that match the pattern. If there is only one, it is returned unchanged.
     """
     if len(names) == 1:
         return names[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's exceptions, its logger, and lists in texts."""
+"""The package's exceptions and logger, and :func:`listed`, which shortens lists in messages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 
 class MuonConfigError(ValueError):
-    """A key or value in ``optimizer.params`` is not usable; the message names the key and what is allowed."""
+    """A setting in the ds_config or a parameter group is wrong; the message names the key and what is allowed."""
 
 
 class UnsupportedError(ValueError):
-    """A combination of settings that deepspeed-muon does not support; the message says what to change."""
+    """deepspeed-muon does not support these settings, this model or this call; the message says what to change."""
 
 
 class DisagreementError(RuntimeError):
-    """The ranks of one job do not run the same optimizer; the message names the ranks."""
+    """Ranks of one job differ in optimizer, settings or plan, or do not answer; the message names the ranks."""
 
 
 class ExchangeError(RuntimeError):
@@ -28,7 +28,7 @@ class SeamError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is incomplete, damaged or from another run. The message names the file. Nothing was loaded."""
+    """A checkpoint cannot be saved or loaded; the message says why and what to do. A failed load changes nothing."""
 
 
 class CallOrderError(RuntimeError):
@@ -36,7 +36,7 @@ class CallOrderError(RuntimeError):
 
 
 class ImportStateError(ValueError):
-    """Optimizer state cannot be imported; the message names the parameters and what to do. Nothing has changed."""
+    """State of another run or of a universal checkpoint cannot be used; the message says why. Nothing has changed."""
 
 
 class KernelError(RuntimeError):
@@ -44,7 +44,7 @@ class KernelError(RuntimeError):
 
 
 class SettingsError(ValueError):
-    """A ds_config cannot be read; the message names the file or the key."""
+    """``ds_muon`` cannot use a ds_config, a flag, or the script that ``ds_muon try`` runs; the message says why."""
 
 
 class ModelError(ValueError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast what a step costs: bytes and operations of each rank, milliseconds at given rates."""
+"""Forecast what a step costs: bytes and floating-point operations of each rank, and Muon's share of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from deepspeed.muon.step import NewtonSchulz
 from deepspeed.muon.zero.read_config import Layout, Settings
 from deepspeed.muon.zero.wrappers import stage3, stage12
 
-#: Bytes that NCCL takes for all-to-all on each of so many GPUs.
+#: Bytes that NCCL takes for all-to-all on each GPU of a node, and the number of GPUs of that node.
 NCCL_BYTES, RANKS_OF_A_NODE = 3.28e9, 8
 
 
@@ -38,9 +38,9 @@ NCCL_BYTES, RANKS_OF_A_NODE = 3.28e9, 8
 class Estimate:
     """The plan of one optimizer step for all ranks, and its costs.
 
-    ``parts``: the parameter groups or, at stage 3, their sub-groups, in the order in which ZeRO updates them.
-    ``costs``: one for each part that Muon updates. ``peak``: scratch memory of the rank that needs most.
-    ``planning_seconds``: how long planning took.
+    ``groups``, ``layout``: the arguments of :func:`estimate`. ``parts``: the parameter groups or, at stage 3, their
+    sub-groups, in the order in which ZeRO updates them. ``costs``: those of each part that Muon updates. ``peak``:
+    scratch memory of the rank that needs most. ``planning_seconds``: how long planning took.
     """
 
     groups: Sequence[GroupSpec]
@@ -65,7 +65,7 @@ def estimate(groups: Sequence[GroupSpec], layout: Layout, config: MuonConfig, me
     Args:
         groups: the optimizer's parameter groups, from :func:`group_specs`.
         layout: how ZeRO splits the parameter groups over ranks.
-        memory: the dtype of Newton-Schulz, the dtype of sent matrices, and the type of the device.
+        memory: the dtype of Newton-Schulz, the dtype of sent matrices, the type of the device, and CPU offload.
     """
     began = time.perf_counter()
     parts = lay_out(groups, layout)
@@ -105,25 +105,27 @@ def totals(groups: Sequence[GroupSpec], use_muon: bool) -> dict[str, int]:
 
 
 def nccl_bytes(found: Estimate, device_type: str) -> float:
-    """Return about how many bytes NCCL keeps on a rank for the exchange; 0 without all-to-alls or accelerators.
+    """Return about how many bytes NCCL keeps on a rank for the exchange; 0 without all-to-alls or CUDA GPUs.
 
     NVIDIA/nccl#1685: on eight H100s the first all-to-all takes memory from 1.06 to 4.34 GB. Nobody has reported how it
-    grows with ranks in other nodes, which are left out.
+    grows with ranks in other nodes, so these are not counted.
     """
     peers = min(found.world_size, RANKS_OF_A_NODE) - 1
     has_all_to_alls = found.layout.stage > 0 and any(cost.collectives for cost in found.costs)
     return NCCL_BYTES * peers / (RANKS_OF_A_NODE - 1) if has_all_to_alls and device_type == "cuda" else 0.0
 
 
-#: Rows of :func:`device_bytes` that exist in a step only, when there are no activations; and those that do not.
+#: Rows of :func:`device_bytes` that take memory only in a step, when there are no activations; rows that take none in a
+#: step.
 IN_STEP, NOT_IN_STEP = ("fp32_gradients", "scratch"), ("gathered_weights",)
 
 
 def device_bytes(found: Estimate, settings: Settings, frozen: int, device_type: str) -> dict[str, dict[str, float]]:
-    """Return the bytes that a rank needs on its device, without activations: {"muon": {row: bytes}, "adamw": ...}.
+    """Return the bytes that a rank needs on its device, with Muon and if AdamW updated everything.
 
-    The counts are those of DeepSpeed's ``estimate_zero2_model_states_mem_needs``, with the dtypes and buffers of this
-    config, and the shards of stage 3. What is offloaded counts 0. ``frozen``: elements of frozen parameters.
+    The result is ``{"muon": {"weights": bytes, "gradients": bytes, ...}, "adamw": ...}``, without activations. Bytes
+    are counted as by DeepSpeed's ``estimate_zero2_model_states_mem_needs``, but with the dtypes and buffers of this
+    config and the shards of its ZeRO stage. Offloaded tensors count 0. ``frozen``: elements of frozen parameters.
     """
     buffers, stage = settings.buffers, found.layout.stage
     itemsize, accumulated = DTYPES[buffers.dtype].itemsize, DTYPES[buffers.accumulated_dtype].itemsize
@@ -155,9 +157,10 @@ def device_bytes(found: Estimate, settings: Settings, frozen: int, device_type: 
 
 
 def needed_bytes(rows: Mapping[str, float]) -> tuple[float, float]:
-    """Return (bytes needed in a step or in a backward, whichever is more; bytes in a backward) of one rank.
+    """Return (peak, backward): the most bytes that a rank needs at a time, and the bytes that it needs in a backward.
 
-    ``rows``: of :func:`device_bytes`. Activations, which a backward needs too, are left out.
+    The peak is in the backward or in the optimizer step. Activations are not counted. ``rows``: {row: bytes} for Muon
+    or AdamW, from :func:`device_bytes`.
     """
     step = sum(nbytes for row, nbytes in rows.items() if row not in NOT_IN_STEP)
     backward = sum(nbytes for row, nbytes in rows.items() if row not in IN_STEP)
@@ -199,13 +202,15 @@ def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[fl
 def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict[str, float]:
     """Return what Muon costs in a step, in floating-point operations of the busiest rank.
 
-    Of a symmetric product, only what kernels compute counts. Bytes and collectives count as the operations that the
-    device could do in the same time, according to the planner's :class:`deepspeed.muon.exchange.plan.CostModel`. The
-    exchange and Newton-Schulz overlap, except for one bucket's share of the shorter of the two.
+    Of a symmetric product, only the part that the kernels compute is counted. Bytes and collectives count as the
+    operations that the device could do in the same time, according to
+    :class:`deepspeed.muon.exchange.plan.CostModel`. Exchange and Newton-Schulz are assumed to overlap, except for one
+    bucket's share of the shorter of the two.
 
     Args:
+        found: the result of :func:`estimate`.
         schedule: coefficients of Newton-Schulz.
-        memory: the argument that :func:`estimate` was called with.
+        memory: the argument with which :func:`estimate` was called.
 
     Returns:
         {"newton_schulz": operations of Newton-Schulz, "communication": operations that take as long as the
@@ -221,7 +226,7 @@ def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict
 
 
 def _busiest_rank(cost: StepCost, schedule: Schedule, memory: Memory) -> float:
-    """Return the operations of Newton-Schulz on the rank with most to do."""
+    """Return the floating-point operations of Newton-Schulz on the rank that has the most of them."""
     method, by_rank = cost.part.group.method(schedule, memory.dtype), [0.0] * cost.part.world_size
     computed = 0.5 if memory.has_native_products else 1.0  # the C++ kernels compute one triangle
     for owner, item in zip(cost.plan.owners, cost.plan.items, strict=True):
@@ -231,10 +236,10 @@ def _busiest_rank(cost: StepCost, schedule: Schedule, memory: Memory) -> float:
 
 
 def share_of_step(muon: float, per_token: float, tokens: int) -> float:
-    """Return Muon's share (0 to 1) of a step with ``tokens`` tokens per rank, accumulation included.
+    """Return Muon's share (0 to 1) of the time of a training step: forward, backward and update.
 
     ``muon``: the cost of Muon's update. ``per_token``: the cost of forward and backward for one token, in the same
-    unit.
+    unit. ``tokens``: tokens of all micro-batches of the step on one rank.
     """
     return muon / (muon + per_token * tokens)
 
@@ -285,7 +290,7 @@ class GroupSpec:
         return cache(partial(method_of, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def cost_model(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
-        """Return the model by which the planner divides the group's matrices among ranks.
+        """Return the cost model by which the planner divides the group's matrices among ranks.
 
         ``schedule``, ``dtype``: coefficients of Newton-Schulz, and dtype of its matrix products. ``wire_bytes``,
         ``device_type``: as for :func:`deepspeed.muon.exchange.plan.cost_model`.
@@ -388,7 +393,10 @@ def _parts_at_stage_3(group: GroupSpec, layout: Layout) -> Iterator[StepPart]:
 def _part(
     group: GroupSpec, indices: Sequence[int], placements: Sequence[Placement], numel: int, world_size: int
 ) -> StepPart:
-    """Return the part with the parameters at ``indices`` of a group, which lie in one tensor of ``numel`` elements."""
+    """Return the :class:`StepPart` of some parameters of a group, which each rank stores in one flat tensor.
+
+    ``indices``: which parameters of the group. ``placements``: where each of them lies. ``numel``: size of the tensor.
+    """
     pairs = zip(indices, placements, strict=True)
     shards = tuple(Shard(group.specs[index], 0, placement) for index, placement in pairs)
     return StepPart(group=group, shards=shards, tensors=1, numel=numel, world_size=world_size)
@@ -464,7 +472,7 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
 
 
 class _Traffic(NamedTuple):
-    """The communication of a step, in elements. A matrix's owners are the ranks that orthogonalize it.
+    """The communication of a step, in elements. The owner of a matrix is the rank that orthogonalizes it.
 
     ``sent``: for each rank, how many elements it sends to owners and, as an owner, back. ``least``: the sum of ``sent``
     if each matrix were owned by the rank that stores most of it.

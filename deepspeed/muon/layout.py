@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the elements of a matrix lie: in a parameter, in the flat shards of ZeRO, and under tensor parallelism.
 
-Integers only: nothing here knows tensors, ranks' messages or settings.
+All of this is integer arithmetic: no tensor is read, nothing is sent, and no setting is needed.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def cut(block: Block, by: Cut) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class Placement:
-    """The rule that says which rank holds each element of one parameter, and at which index.
+    """The rule that says which rank holds each element of one parameter, and at which index of its flat tensor.
 
     Element e is in part k = ``(origin + e) // span``, which is on rank ``first + k * rank_step``. Its index in the flat
     tensor of that rank is ``base + (origin + e) % span``.
@@ -189,8 +189,9 @@ class Placement:
       size of one rank's partition. ``base``: 0.
     - Stage 3 splits each parameter. ``origin``: 0. ``span``: size of one rank's part of it. ``base``: offset of that
       part in the rank's flat tensor.
-    - Stage 0 splits nothing. ``origin``, ``base``: 0. ``span``: size of the parameter. ``copies``: number of ranks.
-    - With T tensor-parallel ranks, rank t of them has a parameter of its own. ``first``: t. ``rank_step``: T.
+    - Stage 0 splits nothing. ``origin``, ``base``: 0. ``span``: size of the parameter. ``copies``: number of ranks, all
+      of which hold every element.
+    - With T tensor-parallel ranks, each has its own parameter. That of rank t has ``first``: t, ``rank_step``: T.
     """
 
     origin: int
@@ -231,7 +232,7 @@ class Placement:
 class Rectangle(NamedTuple):
     """A rectangle of a matrix, all of it inside the parameter of one tensor-parallel rank.
 
-    ``block``: the rectangle's indices in that parameter. ``at``: index of its first element in the whole matrix.
+    ``block``: the rectangle's indices in that parameter. ``at``: index of its first element in the flattened matrix.
     ``placement``: which ranks hold the elements of that parameter.
     """
 
@@ -243,9 +244,9 @@ class Rectangle(NamedTuple):
 class Spread:
     """Which ranks hold which elements of one matrix. All matrices that are spread in the same way share one object.
 
-    ``rectangles``: those that form the matrix: a single one without tensor parallelism, otherwise at least one for
-    each tensor-parallel rank. If these ranks hold copies of the matrix, their rectangles are the same: the owner reads
-    one copy, and sends its result to all. ``cols``: columns of the matrix.
+    ``rectangles``: a single one that is the whole matrix; with tensor parallelism, all rectangles into which the
+    tensor-parallel ranks split it. If these ranks hold copies of the matrix, their rectangles are the same: the owner
+    reads one copy, and sends its result to all. ``cols``: columns of the matrix.
     """
 
     def __init__(self, rectangles: tuple[Rectangle, ...], cols: int) -> None:
@@ -259,7 +260,7 @@ class Spread:
 
     @cached_property
     def text(self) -> str:
-        """Return a text that is equal for equal spreads, by which ranks compare their plans."""
+        """Return a text that is equal for equal objects of this class. Ranks compare their plans by it."""
         parts = []
         for block, at, placement in self.rectangles:
             shape = block.rows, block.cols, block.stride, block.bands, block.gap, block.column_stride
@@ -273,7 +274,7 @@ class Spread:
         return self._held_by_rank[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the parts of the matrix that ``rank`` holds, as rectangles of elements; empty if it holds none."""
+        """Return the pieces of the matrix that ``rank`` holds (:class:`Piece`); empty if it holds none."""
         if rank not in self._pieces_by_rank:
             self._pieces_by_rank[rank] = self._cut(rank)
         return self._pieces_by_rank[rank]
@@ -297,7 +298,7 @@ def spread_of(block: Block, sharding: Sharding | None, rules: tuple[tuple[int, i
     """Return which ranks hold which elements of ``block``, a matrix.
 
     ``sharding``: how tensor parallelism splits the parameter; ``None`` if it does not. ``rules``: the
-    :attr:`Placement.rule` of each tensor-parallel rank's parameter.
+    :attr:`Placement.rule` of each tensor-parallel rank's parameter; a single one without tensor parallelism.
     """
     rectangles = []
     for t, (origin, span, copies, first, rank_step) in enumerate(rules):
@@ -329,11 +330,11 @@ class Sharding:
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
     def size(self, rank: int) -> int:
-        """Return the number of rows (``axis`` 0) or columns (``axis`` 1) of the parameter that ``rank`` holds."""
+        """Return how many rows (``axis`` 0) or columns (``axis`` 1) tensor-parallel rank ``rank`` holds."""
         return sum(size for _, size in self.ranges[rank])
 
     def parts(self, block: Block, rank: int) -> Iterator[tuple[Block, int]]:
-        """Yield (part, start) for each rectangle of ``block`` that lies in the shard of ``rank``.
+        """Yield (part, start) for each rectangle of ``block`` that lies in the shard of tensor-parallel rank ``rank``.
 
         ``block``: a matrix in the unsplit parameter. ``part``: the rectangle, as a block of the shard. ``start``: index
         of the rectangle's first element in the flattened ``block``.
@@ -386,7 +387,10 @@ def _is_marked(param: Any) -> bool:
 
 
 def _sharding_by_megatron(param: Any) -> Sharding | None:
-    """Return the split that Megatron's attributes on a parameter describe; ``None`` if there is only one rank."""
+    """Return the split that Megatron's attributes on a parameter describe; ``None`` with one tensor-parallel rank.
+
+    Raise ValueError if the attributes are incomplete or wrong.
+    """
     axis, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
     if axis < 0:
         raise ValueError(
@@ -405,8 +409,8 @@ def _sharding_by_megatron(param: Any) -> Sharding | None:
     local = local_shape(param)
     if axis >= len(local) or len(local) > 2:
         raise ValueError(
-            f"the parameter has shape {list(local)} and partition_dim {axis}; expected at most 2 dimensions, and a "
-            "partition_dim below the number of dimensions"
+            f"the parameter's shape on this rank is {list(local)} and its partition_dim is {axis}; expected at most 2 "
+            "dimensions, and a partition_dim below the number of dimensions"
         )
     if local[axis] % stride:
         raise ValueError(

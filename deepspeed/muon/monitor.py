@@ -22,14 +22,14 @@ PREFIX = "Train/Muon/"
 
 
 class StepStats:
-    """One rank's measurements of one step. The sums cover the elements of Muon's matrices that the rank holds.
+    """One rank's measurements of one optimizer step, for the elements of Muon's matrices that the rank holds.
 
     Args:
         synchronize: function that waits for the accelerator.
 
     Attributes:
         seconds: time spent in Newton-Schulz.
-        without_gradient: number of matrices without a gradient; ranks that share a matrix each count a part of it.
+        without_gradient: number of matrices without a gradient. Each of n ranks that share a matrix counts 1 / n.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class StepStats:
 
     @contextmanager
     def newton_schulz(self) -> Iterator[None]:
-        """Return a context that adds its duration to :attr:`seconds`."""
+        """Return a context that adds the time spent within it to :attr:`seconds`."""
         self._synchronize()  # work that was started before is not counted
         started = time.perf_counter()
         yield
@@ -47,9 +47,9 @@ class StepStats:
         self.seconds += time.perf_counter() - started
 
     def before_apply(self, updates: Iterable[tuple[Tensor, Tensor, float]], lr: float, copies: int) -> None:
-        """Add up the squares of weights and updates on this rank. Call it before the weights change.
+        """Add up the squares of this rank's weights and updates. Call it before the weights change.
 
-        ``updates``: (weights, result of Newton-Schulz, scale of the update) for each part of a matrix on this rank.
+        ``updates``: (weights, result of Newton-Schulz, scale of the update) for each piece of a matrix on this rank.
         Weights and result are 1-D. The weights are valid until the next item is taken. ``copies``: number of ranks that
         measure the same elements, by which the sums are divided.
         """
@@ -70,7 +70,8 @@ class StepStats:
     def of_all_ranks(self) -> dict[str, float]:
         """Return {name: value} from the measurements of all ranks; a collective.
 
-        Values that do not exist are left out: sizes where no matrix was updated, a quotient over zero weights.
+        Without an updated matrix there is no ``update_rms`` and ``weight_rms``; with all weights 0, no
+        ``update_to_weight``.
         """
         local = [self.without_gradient, self._numel, self._weights, self._updates, self._changes]
         sums = summed(torch.tensor(local, dtype=torch.float64, device="cpu"))
@@ -99,9 +100,9 @@ class Recorder:
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
     def record(self, take_step: Callable[[], None], engine: Any, outer: Phase) -> None:
-        """Make an optimizer step by calling ``step()``, measure it, and write the values on rank 0. A collective.
+        """Call ``take_step``, which makes an optimizer step, measure it, and write the values on rank 0. A collective.
 
-        ``outer``: function (name of a phase) -> context manager, such as a timer, in which the phase is run as well.
+        ``outer``: function (name of a phase) -> context manager, such as a timer, in which that phase runs.
         """
         stats = StepStats(self._synchronize)
 

@@ -71,17 +71,18 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             :func:`deepspeed.muon.model.routing.route`. A user may decide for a parameter by setting
             ``param.use_muon``; the constructor sets it for all others.
         config: fields of :class:`deepspeed.muon.config.schema.MuonConfig`.
-        settings: all of them, already checked, in place of ``config``.
+        settings: a :class:`MuonConfig` to use instead of ``config``.
 
     The tensors in ``param_groups`` are parameters or, under ZeRO, this rank's flat shards of several parameters. Each
-    has the state ``step`` and ``momentum_buffer`` (Muon), or ``step``, ``exp_avg`` and ``exp_avg_sq`` (AdamW). Buffers
-    have the tensor's shape and dtype (fp32 under ZeRO); ``momentum_dtype`` may set bf16 or int8 for the momentum. int8
-    is stored as ``momentum_codes`` and ``momentum_absmax``. Each rank keeps the state of update rules (NorMuon's second
-    moments) of the matrices that it orthogonalizes; :meth:`whole_state` collects that of all ranks for ``state_dict``.
+    has the state ``step`` and ``momentum_buffer`` (Muon), or ``step``, ``exp_avg`` and ``exp_avg_sq`` (AdamW). All but
+    ``step`` have the tensor's shape and dtype (fp32 under ZeRO); ``momentum_dtype`` may set bf16 or int8 for the
+    momentum. int8 is stored as ``momentum_codes`` and ``momentum_absmax``. Update rules such as NorMuon keep more state
+    of each matrix, on the rank that orthogonalizes it; :meth:`whole_state` collects it for ``state_dict``.
 
     Raises:
         MuonConfigError: a wrong key or value, an option without effect, or no matrix of the model goes to Muon.
-        TypeError, ValueError: torch's optimizers would refuse ``params``, or a parameter is not in ``model``.
+        TypeError, ValueError: torch's optimizers would refuse ``params``, a parameter is not in ``model``, or the user
+            sends a parameter to Muon that it cannot update.
         UnsupportedError: FSDP has sharded the model.
     """
 
@@ -95,11 +96,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self._device: torch.device | None = None
         #: Whether the constructor has ended.
         self._is_built = False
-        #: What :meth:`observed` has set.
+        #: The arguments of :meth:`observed`, within its ``with`` block.
         self._phase: Phase = nullcontext
         self._stats: StepStats | None = None
         self._is_skip_logged = False
-        #: Whether this step has looked for matrices without gradient.
+        #: Whether this step has searched for matrices without gradient.
         self._has_looked = False
         #: How momentum and weight decay change with the step.
         self._schedules = self.config.schedules
@@ -108,7 +109,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: The pipeline stage that ``model`` is; 0 outside pipelines.
         self.stage = stage_of(model)
         split = split_groups(params, specs, self.config)
-        #: Trained parameter -> its route and matrices, in the order of the parameter groups.
+        #: Trained parameter -> its route (Muon or AdamW) and matrices, in the order of the parameter groups.
         self.specs: dict[nn.Parameter, MatrixSpec] = {p: specs[p] for half in split.halves for p in half["params"]}
         with naming_preset_keys(self.config.preset, self.config.preset_values):
             attentions = attention_layers(model, {*self.specs}) if self.config.qk_clip else None
@@ -227,9 +228,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.qk_clip.bind(partitions, self.context.peers, device)
 
     def after_load(self) -> None:
-        """Take over what a loaded state decides: the settings of groups, and the state of matrices that this rank owns.
+        """Update the planned steps after a load: settings of groups, and update rules' state of this rank's matrices.
 
-        The plan stays, because it follows from shapes, ranks and config alone.
+        Do nothing before :meth:`bind`. The plan stays, because it follows from shapes, ranks and config only.
         """
         if not self.is_bound:
             return
@@ -238,14 +239,17 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.owner_state.bind(self._partition_steps.values())
 
     def connect(self) -> None:
-        """Make the backend's connections for the exchange, group by group in the order of a step; a collective."""
+        """Open all process groups' connections for all-to-all, in the order of their use in a step; a collective."""
         # One all-to-all per process group makes its connections, and several partitions may share a group.
         exchanges = {id(s.exchange.group): s.exchange for s in self._partition_steps.values() if s.uses_all_to_all}
         for exchange in exchanges.values():
             exchange.connect()
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Return a context in which ``state_dict`` has the rules' state of all ranks; entry is a collective."""
+        """Return a context in which ``state_dict`` has the update rules' state of all matrices, not only this rank's.
+
+        Entering it is a collective.
+        """
         return self.owner_state.whole()
 
     @property
@@ -260,7 +264,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def partitions(self) -> list[Partition]:
-        """Return each Muon step's :class:`Partition`, without group where ranks do not share the work."""
+        """Return the :class:`Partition` of each Muon step; its ``group`` is ``None`` if each rank does all the work."""
         return [step.partition for step in self._partition_steps.values()]
 
     @property
@@ -285,9 +289,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return self._device
 
     def digest(self) -> str:
-        """Return a hash of a step's collectives and arithmetic; valid after :meth:`bind`.
+        """Return a hash of everything that a step's collectives and the bits of its results depend on.
 
-        Ranks that train the same parameters must have equal hashes.
+        Ranks that train the same parameters must have equal hashes. Valid after :meth:`bind`.
         """
         return short_hash("".join(step.digest for step in self._partition_steps.values()))
 
@@ -307,7 +311,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Prepare for a step.
+        """Reset what is kept for one step, and warn of parameters that have become trainable.
 
         With QK-clip, a collective: exchange the largest attention logits with the ranks that train the same layers.
         """
@@ -319,7 +323,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @contextmanager
     def observed(self, phase: Phase | None = None, stats: StepStats | None = None) -> Iterator[None]:
-        """Run each phase of the steps within the ``with`` block in ``phase(name)``, and record the steps in ``stats``.
+        """Measure the steps within a ``with`` block: run each phase in the context ``phase(name)``, and fill ``stats``.
 
         Names of phases: prepare, exchange, newton_schulz, apply, adamw. ``None`` keeps what an enclosing block has set.
         """
@@ -331,7 +335,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._phase, self._stats = outer
 
     def describe(self) -> Description:
-        """Return a table of what is updated how: learning rate and scale of this step, dtype, method, owner, reason.
+        """Return a table of how each parameter is updated: by Muon or AdamW, why, with which rate, by which owner.
 
         ``print(engine.basic_optimizer.describe())`` prints it; ``describe().rows`` are its rows.
         """
@@ -384,7 +388,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return sorted({MOMENTUM if key in (CODES, ABSMAX) else key for key in keys})
 
     def read_state(self, tensor: Tensor, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a 1-D fp32 copy of elements ``start`` to ``stop`` of a tensor's state, such as ``momentum_buffer``."""
+        """Return a 1-D fp32 copy of elements ``start`` to ``stop - 1`` of a tensor's state ``key``.
+
+        ``key``: one of :meth:`state_keys`, such as ``momentum_buffer``. ``stop``: ``None`` for all elements to the end.
+        """
         state = self.state[tensor]
         if key == MOMENTUM and CODES in state:
             stop = tensor.numel() if stop is None else stop
@@ -395,7 +402,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         """Write ``values``, of any shape and floating dtype, to a tensor's state ``key`` from element ``start`` on.
 
         Values are rounded to nearest. With an int8 momentum, ``values`` must contain all or none of the elements that
-        ``tensor`` holds of each parameter; under ZeRO, a tensor holds several parameters.
+        ``tensor`` holds of each parameter. Under ZeRO, a tensor holds several parameters.
         """
         state, values = self.state[tensor], values.reshape(-1)
         if key == MOMENTUM and CODES in state:
@@ -473,7 +480,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         )
 
     def _is_finite(self) -> Agreed:
-        """Return whether all gradients on all ranks are finite; all ranks get the same answer."""
+        """Return whether all gradients on all ranks are finite; all ranks get the same answer. May be a collective."""
         if self.context.is_finite is not None:
             return self.context.is_finite()
         # No communication: in plain PyTorch, DDP has averaged the gradients, so all ranks test the same numbers.
@@ -500,14 +507,14 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return step
 
     def _find_without_gradient(self, steps: Sequence[PartitionStep]) -> list[frozenset[str]]:
-        """Return for each of ``steps`` the names of its matrices whose gradient is zero on all ranks; a collective.
+        """Return for each of ``steps`` the names of its matrices whose gradient is zero on all ranks.
 
-        The first call of a step looks at all partitions whose gradients are in memory, so that the host waits for the
-        device once.
+        A collective, unless an earlier call in this training step has tested the partitions of ``steps``. A call tests
+        all partitions whose gradients are in memory, so that the host waits for the device once.
         """
         firsts = [step.partition.tensors[0] for step in steps]
         # An update removes its entry. So if a script calls the wrapper's ``step`` without the engine's ``begin_step``,
-        # which resets ``_has_looked``, an entry is missing, and the gradients are looked at again.
+        # which resets ``_has_looked``, an entry is missing, and the gradients are tested again.
         if not self._has_looked or not all(first in self._without_gradient for first in firsts):
             looks: list[tuple[PartitionStep, Gradients]]
             looks = [(step, [pieces_of(tensor) for tensor in step.partition.tensors]) for step in steps]
@@ -520,7 +527,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return [self._without_gradient.pop(first) for first in firsts]
 
     def _look(self, looks: Sequence[tuple[PartitionStep, Gradients]]) -> None:
-        """Find the matrices without gradient of some partitions, given as (its step, its gradients); a collective."""
+        """Find and store the names of the matrices without gradient of some partitions; a collective.
+
+        ``looks``: for each of these partitions, its planned step and its gradients.
+        """
         with self._phase("prepare"):
             names = without_gradient(
                 [step.gradient_probe for step, _ in looks], [g for _, g in looks], self.context.read_flags
@@ -564,5 +574,5 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
 
 def _is_contiguous_bf16(tensor: Tensor) -> bool:
-    """Return whether AdamW's step rounds a tensor stochastically."""
+    """Return whether a tensor is bf16 and contiguous, so that AdamW rounds its new values stochastically."""
     return tensor.dtype == torch.bfloat16 and tensor.is_contiguous()

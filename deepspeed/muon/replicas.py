@@ -19,7 +19,10 @@ from deepspeed.muon.step import StepContext
 
 
 def bind_without_sharding(optimizer: Any, replicas: Any) -> None:
-    """Call ``optimizer.bind`` in plain PyTorch. ``replicas``: DDP's process group; ``None`` without DDP."""
+    """Set ``optimizer.context`` and call ``optimizer.bind``, in plain PyTorch.
+
+    ``optimizer``: a :class:`MuonWithAuxAdam`. ``replicas``: DDP's process group; ``None`` without DDP.
+    """
     rank, copies = init_and_rank(replicas) if replicas else (0, 1)
     unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})
     device = next(iter(optimizer.specs)).device
@@ -47,7 +50,7 @@ def bind_without_sharding(optimizer: Any, replicas: Any) -> None:
 
 
 def check_replicas_agree(optimizer: Any, replicas: Any) -> None:
-    """Check that all DDP ranks have the same settings and plan; raise RuntimeError if not; a collective.
+    """Raise RuntimeError if DDP's ranks differ in settings, kernels, plan or number of steps done; a collective.
 
     Called in every step, because one rank may have loaded another state. ``replicas``: DDP's process group.
     """
@@ -57,7 +60,7 @@ def check_replicas_agree(optimizer: Any, replicas: Any) -> None:
 
 
 def check_agreement(facts: Iterable[str], group: Any, device: torch.device) -> None:
-    """Raise RuntimeError on all ranks of ``group`` if ``facts`` differ between them; a collective on ``device``."""
+    """Raise RuntimeError on all ranks of ``group`` if their ``facts`` differ; a collective on ``device``."""
     digest = torch.tensor(list(hashlib.sha256("".join(facts).encode()).digest()), dtype=torch.int32, device=device)
     highest, lowest = all_maxima(torch.stack([digest, -digest]), group)
     if not torch.equal(highest, -lowest):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's state, and the form in which it is saved: what ``state_dict`` and ``load_state_dict`` add to torch's.
+"""Create the optimizer's state, and convert it to and from the form in which ``state_dict`` and checkpoints have it.
 
-The owner of a matrix holds the state that update rules keep of it (:class:`OwnerState`), so only saves have to send it.
+The state that update rules keep of a matrix is on the matrix's owner (:class:`OwnerState`), so only saves send it.
 
 DeepSpeed's converter to universal checkpoints knows the state keys ``exp_avg``, ``exp_avg_sq`` and ``step`` only. So an
-engine's checkpoint stores Muon's momentum as ``exp_avg``, and as ``exp_avg_sq`` minus infinity, in one element of
-storage. An AdamW that loads it gets NaN in its first step; with zeros its updates would be too large,
-by up to 32 times at a beta2 of 0.999.
+engine's checkpoint stores Muon's momentum as ``exp_avg``, and fills ``exp_avg_sq`` with minus infinity, which takes one
+element of storage. An AdamW that loads it gets NaN in its first step, which is noticed. With zeros its updates would be
+too large, by up to 32 times at a beta2 of 0.999.
 """
 
 from __future__ import annotations
@@ -95,14 +95,15 @@ class UncastMomentum:
 class SavedForm:
     """The ``state_dict`` and ``load_state_dict`` hooks that convert optimizer state to and from its form in files.
 
-    Files contain an int8 momentum as fp32, for example. The other attributes are set under DeepSpeed.
+    Files contain an int8 momentum as fp32, for example. :mod:`deepspeed.muon.zero` sets the attributes.
     """
 
-    #: Whether saves rename the momentum for DeepSpeed's converter, and loads refuse a checkpoint of another routing.
+    #: Whether saves rename the momentum for DeepSpeed's converter, and loads refuse a checkpoint in which Muon updated
+    #: other parameters.
     is_convertible = False
     #: The loss scaler of fp16 autocast at stage 0; its scale is saved with the optimizer.
     scaler: torch.amp.GradScaler | None = None
-    #: The names of each group's parameters, where DeepSpeed's files have none, which is at stage 0.
+    #: The names of each group's parameters at stage 0, where DeepSpeed's files have no names.
     names_of_groups: Sequence[Sequence[str]] = ()
     #: (a tensor that is updated, one of its state tensors) -> the values of that state, read from NVMe if necessary.
     read_swapped: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -161,8 +162,9 @@ class SavedForm:
     def before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of ``state_dict`` that torch can load. Torch calls this before it loads the state dict.
 
-        Each momentum becomes an :class:`UncastMomentum` under the key ``momentum_buffer``. Under DeepSpeed, raise
-        ValueError if the saved groups do not fit this run; see :func:`check_groups`.
+        Each momentum becomes an :class:`UncastMomentum` under the key ``momentum_buffer``. Under DeepSpeed, which has
+        saved it as ``exp_avg``, a Muon group's ``exp_avg_sq`` is dropped, and groups get the settings that
+        :func:`settings_of` returns; raise ValueError if the saved groups do not fit this run (:func:`check_groups`).
         """
         state, groups = dict(state_dict["state"]), [dict(group) for group in state_dict["param_groups"]]
         if self.is_convertible:
@@ -185,9 +187,9 @@ class SavedForm:
 
     @torch.no_grad()
     def load(self, optimizer: Any) -> None:
-        """Convert the loaded momentum, and copy loaded values into existing state tensors.
+        """Cast the loaded momentum, copy loaded values into existing state tensors, and use the other loaded state.
 
-        Torch calls this after ``load_state_dict``.
+        That is the state of the loss scaler and of update rules. Torch calls this at the end of ``load_state_dict``.
         """
         for group in optimizer.param_groups:
             scale = group.pop(SCALE, None)
@@ -236,7 +238,7 @@ def _is_alike(loaded: Tensor, existing: Any) -> bool:
 
 
 def read_mapped(file: Path) -> Any:
-    """Return the contents of a checkpoint file, with tensors that are mapped from it if its format permits."""
+    """Return the contents of a checkpoint file; its tensors are memory-mapped if the file is a zip archive."""
     return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
 
 
@@ -244,7 +246,7 @@ def read_mapped(file: Path) -> Any:
 
 
 def saved_groups(optimizer_state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups in ``optimizer_state``, that of a file of a DeepSpeed or universal checkpoint."""
+    """Return the parameter groups in ``optimizer_state``, as a file of a DeepSpeed or universal checkpoint has it."""
     inner = optimizer_state.get("optimizer_state_dict", optimizer_state)
     return inner["param_groups"] if "param_groups" in inner else inner["base_optimizer_state"]["param_groups"]
 
@@ -255,7 +257,7 @@ def group_kinds(groups: Sequence[Mapping[str, Any]]) -> list[bool | None]:
 
 
 def muon_names(optimizer: Any) -> set[str]:
-    """Return the names of the parameters that go to Muon."""
+    """Return the names of the parameters of this pipeline stage that Muon updates."""
     return {spec.name for spec in optimizer.specs.values() if spec.use_muon}
 
 
@@ -278,10 +280,10 @@ def split_hashes(optimizer: Any) -> dict[str, str]:
 
 
 def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
-    """Return advice for an error message: how to load the checkpoint ``folder`` at other ZeRO stages or rank counts.
+    """Return advice for an error message: how to load the checkpoint ``folder``, which cannot be loaded directly.
 
-    ``stages``: the ZeRO stages of the saved run and of this run. ``option``: an option to add to ``ds_to_universal``,
-    with a space at its end, such as "--inject_missing_state ".
+    ``stages``: the ZeRO stages of the saved run and of this run. The advice is to convert, unless one of them is 0.
+    ``option``: an option to add to ``ds_to_universal``, with a space at its end, such as "--inject_missing_state ".
     """
     if 0 in stages:
         return f"load it as it was saved, or {WEIGHTS_ALONE}"
@@ -292,7 +294,7 @@ def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
 def check_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if the saved parameter groups do not fit this run; see :func:`routing_difference`.
 
-    Only warn if the saved run split a parameter into other matrices.
+    Only warn if the saved run split a Muon parameter into other matrices.
     """
     if text := routing_difference(optimizer, groups):
         raise ValueError(text)
@@ -317,8 +319,8 @@ def routing_difference(
 ) -> str | None:
     """Return an error message if saved parameter groups do not fit this run; otherwise ``None``.
 
-    They do not fit if another optimizer saved them, or if Muon updated other parameters or groups. ``folder``,
-    ``stages``: see :func:`conversion`.
+    They do not fit if another optimizer saved them, or if Muon updated other parameters or groups in that run.
+    ``folder``, ``stages``: see :func:`conversion`.
     """
     saved, current = group_kinds(groups), group_kinds(optimizer.param_groups)
     theirs = {name for group in groups for name in group.get("matrices", ())}
@@ -328,17 +330,18 @@ def routing_difference(
         return None
     if None in saved:
         cure = conversion(folder, stages, "--inject_missing_state ")
-        return f"another optimizer saved it; if that was AdamW, {cure}"
+        return f"another optimizer saved this checkpoint; if that was AdamW, {cure}"
     if True in saved and not theirs:
         convert = f"run ds_muon import --from {folder} --to {folder}_universal, then {LOAD}"
         cure = convert if 0 not in stages else f"load {WEIGHTS_ALONE}"
-        return f"stock DeepSpeed's Muon saved it; {cure}"
+        return f"stock DeepSpeed's Muon saved this checkpoint; {cure}"
     words = {True: "Muon", False: "AdamW"}
     return (
-        "Muon updated other parameters in the run that saved it; use that run's model, parameter groups, muon_include, "
-        f"muon_exclude and param.use_muon. Muon updates {sorted(theirs - ours)[:4]} only in the checkpoint and "
-        f"{sorted(ours - theirs)[:4]} only in this run; the groups are {[words[bool(kind)] for kind in saved]} in the "
-        f"checkpoint and {[words[bool(kind)] for kind in current]} in this run"
+        "Muon updated other parameters in the run that saved this checkpoint; use that run's model, parameter groups, "
+        f"muon_include, muon_exclude and param.use_muon. Muon updates {sorted(theirs - ours)[:4]} only in the "
+        f"checkpoint and {sorted(ours - theirs)[:4]} only in this run; the groups are "
+        f"{[words[bool(kind)] for kind in saved]} in the checkpoint and {[words[bool(kind)] for kind in current]} in "
+        "this run"
     )
 
 
@@ -378,7 +381,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
 class OwnerState:
     """The state that update rules keep of the matrices that this rank owns, which means that it orthogonalizes them.
 
-    ``rules``: the update rules in use, which declare their state (:attr:`Rule.STATE`).
+    ``rules``: the update rules in use, such as NorMuon, which declare their state (:attr:`Rule.STATE`).
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
@@ -411,12 +414,12 @@ class OwnerState:
                     self.tensors_by_state[name][matrix] = tensor.to(device)
 
     def of(self, matrix_name: str) -> dict[str, Tensor]:
-        """Return {name of a state: tensor} of a matrix that this rank owns; empty if no rule has state."""
+        """Return {name of a state: tensor} of a matrix that this rank owns; empty if no update rule has state."""
         return {name: self.tensors_by_state[name][matrix_name] for name in self._state_names}
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context in which this rank holds the state of all matrices, as :meth:`save` needs.
+        """Return a context in which this rank holds the state of all matrices, which :meth:`save` needs.
 
         A collective: entering the context collects the state from its owners.
         """
@@ -432,7 +435,7 @@ class OwnerState:
             self.tensors_by_state = owned
 
     def without_state(self, matrix_names: Iterable[str]) -> list[str]:
-        """Return those of ``matrix_names`` of which this rank lacks state that a rule declares, sorted."""
+        """Return the names in ``matrix_names``, sorted, for which this rank lacks some state of an update rule."""
         lacking = {
             m for m in matrix_names for name in self._state_names if m not in self.tensors_by_state.get(name, {})
         }
@@ -443,10 +446,10 @@ class OwnerState:
         return _in_words(self._state_names)
 
     def save(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Store the state of all matrices in the first Muon group of ``groups``; nothing if no rule has state.
+        """Store the state of all matrices in the first Muon group of ``groups``; nothing if no update rule has state.
 
-        ``groups``: the parameter groups of a state dict. Raise RuntimeError if this rank lacks some, as outside
-        :meth:`whole` if several ranks own matrices.
+        ``groups``: the parameter groups of a state dict. Raise RuntimeError if this rank lacks the state of some
+        matrices, as it does outside of :meth:`whole` if several ranks own matrices.
         """
         if missing := self.without_state(
             one for _, shapes in self._state_shapes for names in shapes.values() for one in names
@@ -461,12 +464,14 @@ class OwnerState:
                 next(group for group in groups if group["use_muon"])[name] = dict(of_matrices)
 
     def load(self, groups: Sequence[dict[str, Any]], is_logging: bool, not_saved: Collection[str] = ()) -> None:
-        """Move the state of all matrices out of a loaded state dict. Call :meth:`bind` afterwards.
+        """Take the matrices' update-rule state from a loaded state dict into this object. Call :meth:`bind` afterwards.
+
+        State of update rules that this run does not use is dropped.
 
         Args:
-            groups: the state dict's parameter groups. Their entries with state are removed.
-            is_logging: whether to warn if only one of the saved run and this run uses a rule.
-            not_saved: names of matrices to ignore: the saved state belongs to another rank's matrix of that name.
+            groups: the state dict's parameter groups. The entries that hold such state are removed from them.
+            is_logging: whether to warn if an update rule is on in only one of the two runs, the saved one and this one.
+            not_saved: names of matrices to skip, because the state saved under this name is of another rank's matrix.
         """
         self.tensors_by_state = {}
         for kind in RULES:
@@ -487,7 +492,7 @@ class OwnerState:
 
 
 def _taken(groups: Iterable[dict[str, Any]], name: str, not_saved: Collection[str]) -> dict[str, Tensor]:
-    """Remove the state ``name`` from saved groups, and return {matrix: tensor} without those in ``not_saved``."""
+    """Remove the entry ``name`` from saved groups; return its {matrix name: tensor} without those in ``not_saved``."""
     pairs = (pair for group in groups for pair in group.pop(name, {}).items())
     return {matrix: tensor for matrix, tensor in pairs if matrix not in not_saved}
 

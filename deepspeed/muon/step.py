@@ -6,11 +6,12 @@
     orthogonalize  at the owner     Newton-Schulz on whole matrices, between the update rules
     apply          on the shard     weight decay, and the update scaled by learning rate and shape
 
-The optimizer looks at several partitions together, before it updates any of them. The other three phases work on one
-bucket of matrices at a time; :meth:`PartitionStep.run` is the loop over the buckets.
+The optimizer runs the first phase for several partitions together, before it updates any of them. The other three work
+on one bucket of matrices at a time; :meth:`PartitionStep.run` is the loop over the buckets.
 
-The owner of a matrix is the rank that orthogonalizes it. A "run" (``ShardRun``) is a part of a matrix that this rank's
-shard holds: consecutive elements, or equally spaced rows. Runs that are updated together form a :class:`Call`.
+The owner of a matrix is the rank that orthogonalizes it. A piece of a matrix in this rank's shard, which is
+consecutive elements or equally spaced rows, is a ``ShardRun``, in names "run". Pieces that are updated together form a
+:class:`Call`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ from deepspeed.muon.saved_state import OwnerState
 # about .001 and shrinks to .95 of its size in each. Therefore a matrix whose whole gradient is exactly zero is not
 # updated, like a parameter whose ``grad`` is ``None`` in torch's optimizers.
 
-#: How many elements of each matrix's gradient to test first. A matrix is read as a whole only if all of them are zero.
+#: How many elements of each matrix's gradient to test first. The others are read only if all of these are zero.
 PROBES = 16
 GOLDEN = (math.sqrt(5) - 1) / 2
-#: For each tensor of a partition, the consecutive pieces of its gradient, flattened; none if it has no gradient.
+#: For each tensor of a partition, its gradient as consecutive 1-D tensors; none if it has no gradient.
 Gradients = Sequence[Sequence[Tensor]]
 
 
@@ -63,16 +64,16 @@ class _Probes(NamedTuple):
 
     Example, with :data:`PROBES` 2: a flat tensor holds the partition's matrix 4 in elements 0 to 99, and matrix 7 in
     elements 100 to 199. Then ``numbers`` is ``[4, 7]``, and ``positions`` is ``[[61, 23], [161, 123]]``. If the
-    gradient comes in two pieces of 100 elements, ``indices[100, 100]`` is ``[tensor([[61, 23]]), tensor([[61, 23]])]``.
+    gradient is two tensors of 100 elements, ``indices[100, 100]`` is ``[tensor([[61, 23]]), tensor([[61, 23]])]``.
 
     Args:
         tensor: the tensor's index in the partition.
-        runs_of_matrices: for each matrix of which the tensor holds elements, in their order, its parts in the tensor.
+        runs_of_matrices: for each matrix with elements in the tensor, in the order of these, its pieces in the tensor.
         numbers, matrix_indices: for each of these matrices, its index in the partition, as integers and as an int64
             tensor.
         positions: for each of these matrices, the indices in the tensor of the :data:`PROBES` elements to test first.
-        indices: cache of :meth:`sampled`, lengths of the gradient's pieces -> for each piece, the ``positions`` in it,
-            counted from its first element, int64 ``[matrices in the piece, PROBES]``.
+        indices: cache of :meth:`sampled`, lengths of the tensors that form the gradient -> for each of them, the
+            ``positions`` in it, counted from its first element, int64 ``[matrices in it, PROBES]``.
     """
 
     tensor: int
@@ -83,7 +84,10 @@ class _Probes(NamedTuple):
     indices: dict[tuple[int, ...], list[Tensor]]
 
     def sampled(self, gradient: Sequence[Tensor]) -> Tensor:
-        """Return the elements to test first, ``[matrices, PROBES]``; ``gradient``: the tensor's, in 1-D pieces."""
+        """Return the elements of the gradient at :attr:`positions`, ``[matrices, PROBES]``.
+
+        ``gradient``: the tensor's gradient, as consecutive 1-D tensors.
+        """
         lengths = tuple(piece.numel() for piece in gradient)
         if lengths not in self.indices:
             self.indices[lengths] = self._indices(lengths)
@@ -93,7 +97,7 @@ class _Probes(NamedTuple):
     def _indices(self, lengths: Sequence[int]) -> list[Tensor]:
         result, start = [], 0
         for length in lengths:
-            # A matrix lies in one piece, because it belongs to one parameter.
+            # A matrix lies in one tensor, because it belongs to one parameter.
             inside = [[p - start for p in of_one] for of_one in self.positions if 0 <= of_one[0] - start < length]
             index = torch.tensor(inside, dtype=torch.int64, device=self.matrix_indices.device)
             result.append(index.view(-1, PROBES))
@@ -102,9 +106,9 @@ class _Probes(NamedTuple):
 
 
 class GradientProbe:
-    """The check for matrices of one :class:`Partition` whose gradient is zero, made of a few tensor operations.
+    """Finds the matrices of one :class:`Partition` whose gradient is zero, with few tensor operations.
 
-    ``plan``: says where in the partition's tensors each matrix is.
+    ``plan``: says where in the partition's tensors each matrix is. ``exchange``: used to compare with other ranks.
     """
 
     def __init__(self, partition: Partition, plan: Plan, exchange: Exchange) -> None:
@@ -127,9 +131,10 @@ class GradientProbe:
             self._probes.append(_Probes(tensor, runs_of_matrices, numbers, matrix_indices, positions, {}))
 
     def sampled(self, gradients: Gradients) -> Tensor:
-        """Return int32 ``[matrices]``: 1 where a sample of the matrix's gradient is not zero on some rank, otherwise 0.
+        """Return an int32 flag for each matrix: 1 if a sample of its gradient is nonzero on any rank, otherwise 0.
 
-        A collective, unless this rank's gradients are enough to tell.
+        Each rank samples :data:`PROBES` elements of a matrix. A collective, unless this rank's gradients are enough to
+        tell. ``gradients``: those of the partition's tensors.
         """
         present = torch.zeros(len(self.names), dtype=torch.int32, device=self._device)
         found = [(probes, gradient) for probes in self._probes if (gradient := _joined(gradients[probes.tensor]))]
@@ -140,9 +145,10 @@ class GradientProbe:
         return self._of_all_ranks(present)
 
     def read(self, gradients: Gradients, numbers: Sequence[int]) -> Tensor:
-        """Return int32, one item for each of ``numbers``: 1 where its gradient is not zero on some rank, otherwise 0.
+        """Return an int32 flag for each of ``numbers``: 1 if its gradient is nonzero on any rank, otherwise 0.
 
-        ``numbers``: indices of matrices, equal on all ranks. Their gradients are read as a whole.
+        Unlike :meth:`sampled`, this tests every element. A collective, unless this rank's gradients are enough to tell.
+        ``numbers``: indices of matrices, equal on all ranks.
         """
         present = torch.zeros(len(numbers), dtype=torch.int32, device=self._device)
         places = {number: place for place, number in enumerate(numbers)}
@@ -167,12 +173,12 @@ def without_gradient(
 ) -> list[frozenset[str]]:
     """Return for each partition the names of its matrices whose gradient is zero on all ranks; a collective.
 
-    The host waits for the device once, or twice if a sample of some gradient is zero on all ranks.
+    The host waits for the device once, or twice if the sample of some matrix's gradient is zero on all ranks.
 
     Args:
-        probes: those of the partitions.
+        probes: one for each partition.
         gradients_of_partitions: the gradients of each partition.
-        read_flags: function that returns the elements of an int32 tensor, which waits for the device.
+        read_flags: function that returns the elements of an int32 tensor as a list, for which it waits for the device.
     """
     if not probes:
         return []
@@ -193,7 +199,7 @@ def without_gradient(
 
 
 def _joined(gradient: Sequence[Tensor]) -> list[Tensor]:
-    """Return a gradient's elements, in order, as few 1-D tensors: pieces that are neighbours in memory become one."""
+    """Return a gradient's elements, in order, as few 1-D tensors: those that are adjacent in memory become one."""
     joined: list[Tensor] = []
     for piece in (piece.reshape(-1) for piece in gradient if piece.numel()):
         last = joined[-1] if joined else piece
@@ -206,7 +212,10 @@ def _joined(gradient: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _of_run(gradient: Sequence[Tensor], copy: GridCopy) -> Tensor:
-    """Return the elements of a gradient, given in pieces, that ``copy`` selects, as a view of one of them."""
+    """Return the elements of a gradient that ``copy`` selects, as a view of the tensor that contains them.
+
+    ``gradient``: consecutive 1-D tensors.
+    """
     number = 0
     while copy.start >= gradient[number].numel():
         copy = copy._replace(start=copy.start - gradient[number].numel())
@@ -215,9 +224,9 @@ def _of_run(gradient: Sequence[Tensor], copy: GridCopy) -> Tensor:
 
 
 def _probe_positions(runs: Sequence[ShardRun]) -> list[int]:
-    """Return the indices in a tensor of PROBES elements of one matrix, spread over the rows and columns of its parts.
+    """Choose PROBES elements of one matrix, spread over its rows and columns; return their indices in the flat tensor.
 
-    ``runs``: the parts of the matrix in the tensor.
+    ``runs``: the pieces of the matrix that the tensor holds.
     """
     ends, positions = list(accumulate(run.copy.numel for run in runs)), []
     for probe in range(PROBES):
@@ -232,7 +241,7 @@ def _probe_positions(runs: Sequence[ShardRun]) -> list[int]:
 
 
 def pieces_of(tensor: Tensor) -> list[Tensor]:
-    """Return the gradient of a tensor as a list of one piece; an empty list if it has none, or a sparse one."""
+    """Return a list with the gradient of a tensor; an empty list if it has none, or a sparse one."""
     grad = tensor.grad
     return [] if grad is None or grad.layout != torch.strided else [grad]
 
@@ -270,7 +279,7 @@ class StepContext:
         is_logging: whether this rank writes the log lines that would be equal on all ranks; true on one rank.
         kernels: the kernels of every operation; equal on all ranks.
         dtype: dtype of Newton-Schulz where ``ns_dtype`` is ``auto``; equal on all ranks.
-        unavailable: device type -> reason why the package's fast kernels cannot be used on it.
+        unavailable: device type -> why the package's fast kernels cannot be used on it; ``None`` if they can.
         threads: the most threads that a step uses on the CPU; ``None``: as many as torch does.
         peers: process group of the ranks that train the same layers; ``None``: all ranks.
         muon_of_all_stages: with a pipeline, {Muon parameter of any stage: hash of how it is split into matrices}. The
@@ -280,9 +289,9 @@ class StepContext:
         is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
             ``None``: the optimizer checks them by itself, because they are equal on all ranks.
         read_flags: function that returns the elements of an int32 tensor, for which the host waits for the device. If
-            ``is_finite`` tests ZeRO's gradient norms (``NormWatch``), the same wait fetches them, so call this first.
-        gradients_of: function of a partition that the current call of ``step`` does not update. It returns the
-            consecutive pieces of its flat gradient, or ``None`` if they are not in memory.
+            ``is_finite`` tests ZeRO's gradient norms (``NormWatch``), the same wait fetches them: call this one first.
+        gradients_of: function of a partition that the current call of ``step`` does not update. It returns
+            its flat gradient as consecutive 1-D tensors, or ``None`` if the gradient is not in memory.
     """
 
     is_logging: bool = True
@@ -349,7 +358,7 @@ def bind_partition(
 
 
 def with_settings(step: PartitionStep, group: Mapping[str, Any]) -> PartitionStep:
-    """Return the same planned step with the settings of ``group``, after a load; ``step`` itself if it has them."""
+    """Return ``step`` with the settings that its ``group`` has after a load; the same object if they are unchanged."""
     settings_text = _settings_text(group)
     if settings_text == step.settings_text:
         return step
@@ -384,14 +393,14 @@ def _scale(group: Mapping[str, Any], config: MuonConfig) -> Scale:
 
 
 class Call(NamedTuple):
-    """Some runs of one :class:`Bucket` that are updated together: one of :meth:`Bucket.run_groups`.
+    """Pieces of matrices (:class:`ShardRun`) in one :class:`Bucket` that are updated together.
 
     Args:
-        run_indices: indices of the :class:`ShardRun` objects in the bucket.
-        tensor: index, in the parameter group, of the tensor that holds all these runs.
-        in_place: whether the runs are in the buffer of the bucket's matrices; otherwise in the send buffer.
-        scale: factor by which the update of the runs is multiplied.
-        spans: the elements of the runs as contiguous :class:`Span` objects; empty if a run is not contiguous.
+        run_indices: their indices in ``Bucket.runs``, from :meth:`Bucket.run_groups`.
+        tensor: index, in the parameter group, of the tensor that holds all these pieces.
+        in_place: whether the pieces are in the buffer of the bucket's matrices; otherwise in the send buffer.
+        scale: factor by which the update of the pieces is multiplied.
+        spans: the elements of the pieces as contiguous :class:`Span` objects; empty if a piece is not contiguous.
         tiles: ``spans`` as an argument of a kernel that updates many spans in one launch; ``None`` without such a
             kernel.
     """
@@ -419,7 +428,7 @@ class NewtonSchulz:
     method: Callable[[int, int], str]
 
     def flops(self, rows: int, cols: int) -> int:
-        """Return the operations that it takes to orthogonalize a matrix."""
+        """Return the number of floating-point operations that it takes to orthogonalize a matrix."""
         return flops(rows, cols, self.schedule, self.method(rows, cols), self.dtype)
 
 
@@ -456,10 +465,10 @@ class PartitionStep:
     """The planned step of one :class:`Partition` of Muon parameters. It is made once and run in every training step.
 
     Args:
-        plan: the owners of all matrices, and this rank's :class:`Bucket` objects: what ranks exchange together.
+        plan: the owners of all matrices, and what this rank exchanges (:class:`Bucket`).
         newton_schulz: how matrices are orthogonalized.
         kernels: the kernels of every operation; equal on all ranks.
-        multi_run_kernels: kernels that update all runs of a :class:`Call` in one launch; ``None``: one launch per span.
+        multi_run_kernels: kernels that update a whole :class:`Call` in one launch; ``None``: one launch per span.
         scale: function of a matrix's (rows, columns) that returns the factor of its update.
         settings_text: a text of all settings that the bits of the results depend on, for :attr:`digest`.
         sharers: number of ranks that share the parameters or hold copies of them; statistics are divided by it.
@@ -487,7 +496,7 @@ class PartitionStep:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """Return the update rules that change Muon's update, in the order in which they act; none for plain Muon."""
+        """Return the update rules in use, such as NorMuon, in the order in which they act; empty for plain Muon."""
         return self.config.rules
 
     @cached_property
@@ -525,7 +534,7 @@ class PartitionStep:
 
     @cached_property
     def calls(self) -> list[list[Call]]:
-        """Return a list of :class:`Call` objects for each bucket of the plan: which runs are updated together."""
+        """Return, for each bucket of the plan, its :class:`Call` objects, which say what is updated together."""
         return [[self._call(bucket, group) for group in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
 
     def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> Call:
@@ -594,10 +603,10 @@ class PartitionStep:
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
     def _prepare(self, values: StepValues, buffers: BucketBuffers) -> None:
-        """Update the momentum of this rank's part of one bucket's matrices, and write the input of Newton-Schulz.
+        """Update the momentum of this rank's part of one bucket, and write the input of Newton-Schulz to ``buffers``.
 
-        ``buffers``: receives the input in the dtype in which matrices are sent. With the gradient g and the updated
-        momentum m, the input is ``g + beta * (m - g)`` if Nesterov is on, otherwise m.
+        With the gradient g and the updated momentum m, the input is ``g + beta * (m - g)`` if Nesterov is on, otherwise
+        m, in the dtype in which matrices are sent.
         """
         for call in self.calls[buffers.index]:
             tensor = values.tensors[call.tensor]
@@ -619,7 +628,7 @@ class PartitionStep:
                     self._advance(values, tensor, grad, run, buffers.slice_of(index))
 
     def _advance_spans(self, values: StepValues, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
-        """Update the momentum of all runs of a :class:`Call`, and write their input of Newton-Schulz to ``targets``.
+        """Update the momentum of all pieces in a :class:`Call`, and write the input of Newton-Schulz to ``targets``.
 
         ``average``, ``grad``: momentum and gradient of the call's tensor. All three tensors are 1-D.
         """
@@ -631,9 +640,9 @@ class PartitionStep:
             self.kernels.advance(average[shard], grad[shard], target, values.beta, values.nesterov, self._work)
 
     def _advance(self, values: StepValues, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
-        """Update the momentum of one run (:class:`ShardRun`), and write its input of Newton-Schulz to ``target``, 1-D.
+        """Update the momentum of ``run``, a piece of a matrix, and write the input of Newton-Schulz to ``target``, 1-D.
 
-        ``tensor``, ``grad``: the tensor that contains the run, and its gradient.
+        ``tensor``, ``grad``: the tensor that contains the piece, and its gradient.
         """
         state, beta, nesterov = values.state_of[tensor], values.beta, values.nesterov
         stored = state[CODES] if self._is_int8 else state[MOMENTUM]
@@ -654,7 +663,7 @@ class PartitionStep:
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
     def _orthogonalize(self, buffers: BucketBuffers) -> None:
-        """Orthogonalize the matrices of one bucket that this rank owns, in place, shape by shape."""
+        """Apply Newton-Schulz and the update rules to the matrices that this rank owns in one bucket, in place."""
         how = self.newton_schulz
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
@@ -678,7 +687,7 @@ class PartitionStep:
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
     def _apply(self, values: StepValues, buffers: BucketBuffers) -> None:
-        """Update the weights of this rank's part of one bucket's matrices from the results in ``buffers``.
+        """Update the weights of this rank's part of one bucket from the results of Newton-Schulz in ``buffers``.
 
         The weights decay, and learning rate x scale x result is subtracted.
         """
@@ -699,7 +708,7 @@ class PartitionStep:
                 copy_to_grid(weights, tensor, run.copy)
 
     def _apply_spans(self, values: StepValues, call: Call, weights: Tensor, results: Tensor) -> None:
-        """Update the weights of all runs of a :class:`Call` from the orthogonalized ``results``.
+        """Update the weights of all pieces in a :class:`Call` from the orthogonalized ``results``.
 
         ``weights``: the tensor of the call. Both tensors are 1-D.
         """
@@ -718,8 +727,8 @@ class PartitionStep:
         """Yield (slice, ``weights[slice]``) pairs that cover the 1-D ``weights``, for the caller to update in place.
 
         bf16 weights are yielded as fp32 copies and then rounded back stochastically. Rounding to nearest would lose
-        updates below 2^-9 of a weight. ``run``, ``step_number``: seed the rounding; ``run`` says which part of a
-        matrix ``weights`` is.
+        updates below 2^-9 of a weight. ``run``: the piece of a matrix whose elements ``weights`` are; it and
+        ``step_number`` seed the rounding.
         """
         if weights.dtype != torch.bfloat16:
             yield slice(None), weights
@@ -734,7 +743,7 @@ class PartitionStep:
     # ---- runs of a call -----------------------------------------------------------------------------------
 
     def _can_use_spans(self, values: StepValues, call: Call, bucket: Bucket, tensor: Tensor) -> bool:
-        """Return whether contiguous spans (``call.spans``) can be updated, instead of one :class:`ShardRun` at a time.
+        """Return whether contiguous spans (``call.spans``) can be updated, instead of one piece of a matrix at a time.
 
         False if the call has no spans, if one of its matrices has no gradient, or if ``tensor``, which holds the
         weights or the momentum to update, is bf16.
@@ -748,16 +757,16 @@ class PartitionStep:
     def _present_runs(
         self, values: StepValues, call: Call, buffers: BucketBuffers
     ) -> Iterator[tuple[ShardRun, Tensor]]:
-        """Yield (run, its 1-D slice of the buffers) for each :class:`ShardRun` of ``call`` that has a gradient."""
+        """Yield (piece, its 1-D slice of the buffers) for each piece in ``call`` whose matrix has a gradient."""
         for index in call.run_indices:
             run = buffers.bucket.runs[index]
             if run.matrix not in values.without_gradient:
                 yield run, buffers.slice_of(index)
 
     def _updates(self, values: StepValues, buffers: BucketBuffers) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield (weights, result of Newton-Schulz, scale) of each :class:`ShardRun` to update.
+        """Yield (weights, result of Newton-Schulz, scale of the update) for each piece of a matrix that is updated.
 
-        Weights and result are 1-D.
+        Weights and result are 1-D. ``buffers``: those of the bucket with these pieces.
         """
         for call in self.calls[buffers.index]:
             tensor = values.tensors[call.tensor]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed.muon.cli``, the same as ``ds_muon``."""
+"""Run the command ``ds_muon``, started as ``python -m deepspeed.muon.cli``."""
 
 import contextlib
 import sys
 
-# DeepSpeed prints warnings when it is imported. For the same reason deepspeed_muon.py has set sys.stdout to stderr.
+# stdout is for the result, but DeepSpeed prints warnings when imported; so deepspeed_muon.py has set it to stderr too.
 with contextlib.redirect_stdout(sys.stderr):
     from deepspeed.muon.cli.main import main
 

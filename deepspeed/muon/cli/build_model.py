@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the model that the flag ``--model`` names, on the meta device."""
+"""Build the model that the flag ``--model`` of ``ds_muon plan`` names, on the meta device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from deepspeed.muon.zero.wrappers.adapter import replaced
 
 
 def build(text: str) -> nn.Module:
-    """Return the model that the flag ``--model`` names, built on the meta device.
+    """Return the model that the flag ``--model`` of ``ds_muon plan`` names, built on the meta device.
 
     Args:
-        text: a Hugging Face config file, folder, model type or hub name; or ``module:function`` or
-            ``file.py:function``, where the function takes no arguments and returns the model.
+        text: the flag's value: a Hugging Face config file, folder, model type or hub name; or
+            ``module:function`` or ``file.py:function``, where the function takes no arguments and returns the model.
 
     Raises:
         ModelError: the model is not found or cannot be built.
@@ -42,7 +42,10 @@ def build(text: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _as_model_error(what: str) -> Iterator[None]:
-    """Turn an exception in the ``with`` block into a ModelError whose one-line message begins with ``what``."""
+    """Turn any exception in the ``with`` block other than a ModelError into a ModelError with a one-line message.
+
+    The message consists of ``what``, the exception's type and the first line of its text.
+    """
     try:
         yield
     except ModelError:
@@ -54,7 +57,7 @@ def _as_model_error(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_data() -> Iterator[None]:
-    """Return a context in which tensors are created on the meta device and ``torch.nn.init`` does nothing."""
+    """Create tensors on the meta device and let the functions of ``torch.nn.init`` do nothing in the ``with`` block."""
     names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     fillers = dict.fromkeys(names, lambda original, tensor, *args, **kwargs: tensor)
     with replaced(nn.init, **fillers), torch.device("meta"):

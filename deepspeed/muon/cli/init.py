@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_muon init``: convert a ds_config for AdamW, or accelerate's YAML, to Muon, with a reason for every change."""
+"""Convert a ds_config for AdamW, or accelerate's YAML, to Muon, and say why each key changed: ``ds_muon init``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from deepspeed.muon.zero.scheduler import Schedule, momentum_note, read_schedule
 
 #: Values of ``optimizer.type`` that mean AdamW, in lower case: DeepSpeed's types, and the names of its classes.
 ADAMW = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
-#: AdamW's defaults, added to the config because a section for Muon has the defaults of stock DeepSpeed's Muon.
+#: AdamW's defaults. They are written into the new config, because Muon's defaults of these keys are other ones.
 ADAMW_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}
 #: Default weight decay of torch's AdamW. DeepSpeed's AdamW has 0.
 TORCH_WEIGHT_DECAY = 0.01
 _DEFAULT, _IMPLEMENTATION = "it is AdamW's default", "it chooses an implementation of AdamW, with the same results"
-#: Key of AdamW that a section for Muon does not need -> (values that can be left out, the reason).
+#: Key of AdamW's parameters -> (values with which ``ds_muon init`` removes the key, why it can be removed).
 DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bias_correction": ((True,), _DEFAULT),
     "amsgrad": ((False,), _DEFAULT),
@@ -39,7 +39,8 @@ DROPPED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("fused", "foreach", "capturable", "differentiable"), ((True, False, None), _IMPLEMENTATION)),
 }
 NEXT = "next: ds_muon plan --config {} --model MODEL --world-size RANKS shows which parameters go to Muon, and the cost"
-#: How accelerate starts a run. A script without the Trainer passes accelerate's DummyOptim.
+#: Command that starts a run with accelerate: configuration file, more flags. A script without Hugging Face's Trainer
+#: passes accelerate's DummyOptim as its optimizer.
 LAUNCH = "accelerate launch --config_file {} {}SCRIPT"
 #: Matches a comment in YAML or Hjson.
 COMMENT = re.compile(r"(?:^|\s)(?:#|//|/\*)")
@@ -65,7 +66,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 class Decision(NamedTuple):
-    """What ``ds_muon init`` changed or kept, in words: which key, what was done to it, and why."""
+    """One line of what ``ds_muon init`` reports: a key, what was done with it (such as "kept"), and why."""
 
     key: str
     what: str
@@ -75,8 +76,9 @@ class Decision(NamedTuple):
 class Converted(NamedTuple):
     """What ``ds_muon init`` has made of a file.
 
-    ``config``: the new ds_config. ``accelerate``: accelerate's new configuration in YAML, if the file was accelerate's,
-    and ``launch_flags``, the flags that ``accelerate launch`` needs next to it.
+    ``config``: the new ds_config. ``decisions``: what was changed or kept, and why. ``accelerate``: accelerate's new
+    configuration, as YAML text; ``None`` if the file was not accelerate's. ``launch_flags``: what ``accelerate launch``
+    needs in addition to that configuration, such as ``"--mixed_precision fp8 "``; may be empty.
     """
 
     config: dict[str, Any]
@@ -86,9 +88,9 @@ class Converted(NamedTuple):
 
 
 def convert(path: str, out: str = "ds_config.json") -> Converted:
-    """Read a ds_config for AdamW, or accelerate's configuration, from the file ``path``; return it for Muon.
+    """Convert the file ``path``, a ds_config for AdamW or accelerate's configuration, to Muon. Write no file.
 
-    ``out``: name of the file in which the user will save the new ds_config.
+    ``out``: name of the file in which the user will save the new ds_config; accelerate's new configuration names it.
 
     Raises:
         SettingsError: the file cannot be read, contains no ds_config, or its optimizer is not AdamW.
@@ -101,7 +103,7 @@ def convert(path: str, out: str = "ds_config.json") -> Converted:
 
 
 def _from_ds_config(path: str, whole: dict[str, Any]) -> Converted:
-    """Convert the ds_config in ``whole``, the content of the file ``path``."""
+    """Convert the ds_config in ``whole``, the parsed content of the file ``path``."""
     section = find_ds_config(path, whole)
     config, decisions = to_muon(path, section)
     if section is not whole:
@@ -115,7 +117,10 @@ def _lost_comments(path: str) -> list[Decision]:
 
 
 def to_muon(path: str, section: Mapping[str, Any]) -> tuple[dict[str, Any], list[Decision]]:
-    """Return a copy of the ds_config ``section`` with Muon as the optimizer, and the changes. ``path``: for errors."""
+    """Return (copy of the ds_config ``section`` with Muon instead of AdamW, the changes).
+
+    ``path``: what error messages call the ds_config. Raise SettingsError if its optimizer is not AdamW.
+    """
     config, optimizer, schedule = dict(section), section.get("optimizer"), read_schedule(section.get("scheduler"))
     if optimizer is None:
         params, changes = _params_without_optimizer(section, schedule)
@@ -133,17 +138,18 @@ def _param(key: str, what: str, why: str) -> Decision:
 
 
 def _rate(schedule: Schedule) -> str:
-    return f"scheduler.params.{schedule.rate_key}, {schedule.rate}, is the rate, whatever lr says"
+    return f"scheduler.params.{schedule.rate_key} = {schedule.rate} sets the rate and overrides lr"
 
 
 # ---- AdamW's section ----------------------------------------------------------------------------------------------
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params``, changes) for a ds_config without a section ``optimizer``: torch's AdamW.
+    """Return (``optimizer.params`` for Muon, the changes) for a ds_config ``section`` without an optimizer.
 
-    If any value in the ds_config is ``"auto"``, so are ``lr`` and ``weight_decay``: Hugging Face's Trainer and
-    accelerate fill in these two.
+    The values are the defaults of torch's AdamW, and ``lr`` is the schedule's rate if it sets one. If any value in the
+    ds_config is ``"auto"``, ``lr`` and ``weight_decay`` are ``"auto"`` instead: Hugging Face's Trainer and accelerate
+    fill in these two.
     """
     params = ADAMW_DEFAULTS | {"weight_decay": TORCH_WEIGHT_DECAY}
     why = dict.fromkeys(params, "torch's default for AdamW")
@@ -157,7 +163,7 @@ def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) ->
     else:
         params["lr"] = schedule.rate if isinstance(schedule.rate, (int, float)) else params["lr"]
         origin = _rate(schedule) if schedule.rate_key else "torch's default"
-        why["lr"] = f"{origin}; replace it by your script's rate"
+        why["lr"] = f"{origin}; replace it with your script's rate"
     added = Decision("optimizer", "added", "the script must not pass an optimizer to deepspeed.initialize any more")
     return params, [added, *(_param(key, f"added, {params[key]}", why[key]) for key in params)]
 
@@ -169,9 +175,10 @@ def _has_auto(value: Any) -> bool:
 def _params_from_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """Convert AdamW's section ``optimizer`` of a ds_config. Return (``optimizer.params`` for Muon, changes).
+    """Return (``optimizer.params`` for Muon, the changes) for ``optimizer``, AdamW's section of a ds_config.
 
-    ``config``: gets AdamW's ``max_grad_norm``. ``path``, ``schedule``: used in texts only.
+    ``config``: the ds_config; AdamW's ``max_grad_norm`` becomes its ``gradient_clipping``. ``path``, ``schedule``: the
+    file and the ds_config's schedule, used in texts only. Raise SettingsError if ``optimizer`` is not AdamW.
     """
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:
@@ -206,7 +213,10 @@ def _params_from_adamw(
 
 
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
-    """Return the error to raise for the ds_config ``section`` whose ``optimizer.type``, ``name``, is not AdamW."""
+    """Return the error to raise for the ds_config ``section``, whose ``optimizer.type`` is ``name`` instead of AdamW.
+
+    Raise the error of another setting instead if the type is Muon and that setting is wrong.
+    """
     if isinstance(name, str) and is_muon(name):
         read_settings(path, dict(section), world_size=1)  # raises if another setting is wrong
         return SettingsError(
@@ -225,18 +235,21 @@ def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsErr
 
 
 def _from_accelerate(path: str, whole: dict[str, Any], out: str) -> Converted:
-    """Convert accelerate's configuration ``whole``: with fields, or with the name of a ds_config file."""
+    """Convert accelerate's configuration ``whole``, which has DeepSpeed's settings as fields or names a ds_config file.
+
+    ``path``: the file that contains ``whole``. ``out``: name of the file for the new ds_config.
+    """
     import yaml
 
     fields, precision = _fields_of(path, whole), _precision_of(path, whole)
     named = _named_ds_config(path, whole, fields)
     if named:
         config, changes = to_muon(named, find_ds_config(named, parse_file(named)))
-        notes = [Decision("deepspeed_config.deepspeed_config_file", "changed", f"{out} is {named} for Muon")]
+        notes = [Decision("deepspeed_config.deepspeed_config_file", "changed", f"{out} is {named} converted to Muon")]
     else:
         config, changes = to_muon(path, _ds_config_of(path, fields, precision))
         why = f"accelerate reads them from the file that its deepspeed_config.deepspeed_config_file names: {out}"
-        notes = [Decision("deepspeed_config", "fields moved here", why)]
+        notes = [Decision("deepspeed_config", "fields moved to the ds_config", why)]
         if "gradient_clipping" in fields and "gradient_clipping" not in config:
             why = "accelerate does not pass 0 on, so DeepSpeed clips at its default, 1.0"
             notes.append(Decision("deepspeed_config.gradient_clipping", "removed", why))
@@ -255,7 +268,10 @@ def _from_accelerate(path: str, whole: dict[str, Any], out: str) -> Converted:
 
 
 def _fields_of(path: str, whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return accelerate's section ``deepspeed_config``; raise SettingsError if its configuration is for another use."""
+    """Return the section ``deepspeed_config`` of ``whole``, the accelerate configuration in the file ``path``.
+
+    Raise SettingsError if ``whole`` is not for DeepSpeed, or for a ``compute_environment`` other than LOCAL_MACHINE.
+    """
     if (place := whole.get("compute_environment") or "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise SettingsError(
             f"{path}: compute_environment: got {place!r}, expected LOCAL_MACHINE, the only one in which accelerate "
@@ -272,7 +288,7 @@ def _fields_of(path: str, whole: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _precision_of(path: str, whole: Mapping[str, Any]) -> str:
-    """Return accelerate's ``mixed_precision``, a key of :data:`PRECISIONS`."""
+    """Return accelerate's ``mixed_precision``, a key of :data:`PRECISIONS`; raise SettingsError if it is not one."""
     old = "fp16" if whole.get("fp16") else "no"  # as accelerate reads files of its first versions
     precision = str(whole.get("mixed_precision", old) or "no").lower()
     if precision not in PRECISIONS:
@@ -281,7 +297,12 @@ def _precision_of(path: str, whole: Mapping[str, Any]) -> str:
 
 
 def _named_ds_config(path: str, whole: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
-    """Return the ds_config file that accelerate's configuration names, from here or from its folder; "" if none."""
+    """Return the path of the ds_config file that accelerate's configuration ``whole`` names; "" if it names none.
+
+    A relative name is looked up in the current folder, then in the folder of ``path``, accelerate's own file.
+    ``fields``: the section ``deepspeed_config``. Raise SettingsError if the ds_config file does not exist, or if
+    ``fields`` has one of :data:`MOVED`.
+    """
     named = accelerates_ds_config_file(whole)
     if not named:
         return ""
@@ -297,7 +318,11 @@ def _named_ds_config(path: str, whole: Mapping[str, Any], fields: Mapping[str, A
 
 
 def _ds_config_of(path: str, fields: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Return the ds_config, without an optimizer, that accelerate makes of the ``fields`` of its configuration."""
+    """Return the ds_config, without an optimizer, that accelerate makes of the fields of its ``deepspeed_config``.
+
+    ``path``: accelerate's file, for errors. ``precision``: its ``mixed_precision``. Raise SettingsError for a wrong
+    value.
+    """
     zero: dict[str, Any] = {"stage": _number(path, fields, "zero_stage", 2, int)}
     for part in ("optimizer", "param"):
         key, folder = f"offload_{part}_device", f"offload_{part}_nvme_path"

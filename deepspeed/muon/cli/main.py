@@ -46,15 +46,16 @@ USER_ERRORS: tuple[type[Exception], ...] = (errors.ImportStateError, errors.Mode
 USER_ERRORS += (errors.SettingsError, errors.UnsupportedError)
 SHARE = (
     "Muon's share of a step: forward and backward take 6 operations per parameter and token (4 if frozen), without "
-    "recomputation, at the rate of Newton-Schulz; the C++ kernels compute one triangle of symmetric products; "
-    "communication takes what the planner assumes; ZeRO's own, and elementwise passes, are left out"
+    "recomputation, at as many operations per second as Newton-Schulz; the C++ kernels compute one triangle of "
+    "symmetric products; the planner assumes how long Muon's communication takes; ZeRO's communication and elementwise "
+    "passes are left out"
 )
 MEMORY = (
     "memory: counted as DeepSpeed's estimate_zero2_model_states_mem_needs does, with this config's dtypes and buffers; "
     "activations, the loss and fragmentation are left out; stage 3 gathers up to stage3_max_live_parameters; NCCL's "
     "memory is that of all-to-alls (NVIDIA/nccl#1685)"
 )
-BF16_ON_CPU = "ns_dtype: a run on a CPU that multiplies bf16 faster than fp32 takes bf16; this plan counts in fp32"
+BF16_ON_CPU = "ns_dtype: a run on a CPU that multiplies bf16 faster than fp32 uses bf16; this plan assumes fp32"
 #: Tokens per rank and step for which ``ds_muon plan`` always prints Muon's share of a step.
 TOKENS = (1024, 4096, 16384, 65536)
 LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ... -m deepspeed.muon.cli report --live"
@@ -63,7 +64,7 @@ LAUNCHED = "deepspeed --module deepspeed.muon.cli report --live, or torchrun ...
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``ds_muon`` with ``arguments`` (``None``: those of the process), and return its exit status.
 
-    The status is 0 if all is well, 1 if ``report`` lists a problem, and 2 if an argument or a file is wrong.
+    The status is 0 if all is well, 1 if ``report`` lists a problem, 2 for a wrong argument or file, 130 if interrupted.
     """
     args = parser().parse_args(arguments)
     try:
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ds_muon {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"ds_muon {args.command}: stopped; the same command continues", file=sys.stderr)
+        print(f"ds_muon {args.command}: stopped; run the same command again to continue", file=sys.stderr)
         return 130
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(facts) if args.json else text, flush=True)
@@ -103,9 +104,9 @@ def _init(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _write(texts: dict[Path, str]) -> None:
-    """Write each text to a new file; raise SettingsError, and write none, if one of the files exists.
+    """Write new files. ``texts``: {file: its text}.
 
-    Also raise it if a file cannot be written.
+    Raise SettingsError if a file cannot be written. If any of the files exists already, raise it before writing.
     """
     for file in texts:
         if file.exists():
@@ -128,7 +129,7 @@ def _report(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if "RANK" not in os.environ:
         raise errors.SettingsError(f"--live needs a launcher, which starts the command on all ranks: {LAUNCHED}")
     found = check_launch()
-    if found is None:  # this is not rank 0, which prints and writes
+    if found is None:  # only rank 0 prints and writes
         raise SystemExit(0)
     text, file = as_text(found, args.all), args.out or Path(REPORT)
     file.write_text(f"```\n{text}\n```\n")
@@ -152,7 +153,10 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _plan_facts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
-    """Return (the object that ``ds_muon plan --json`` prints, whose keys later versions keep, the table's rows)."""
+    """Return (object that ``ds_muon plan --json`` prints, rows of the table of parameters).
+
+    Later versions keep the object's keys.
+    """
     section = find_ds_config(args.config, parse_file(args.config))
     settings = read_settings(args.config, section, args.world_size, args.stage)
     config, device = settings.config, torch.device(args.device)
@@ -177,7 +181,7 @@ def _plan_facts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     found = estimate(groups, layout, config, memory)
     frozen = sum(param.numel() for param in model.parameters() if not param.requires_grad)
     rows = rows_of(groups, found.costs, layout.world_size, config.schedule, dtype, fold=not args.all)
-    where = "a CPU on gloo" if args.device == "cpu" else "an accelerator on its fabric"
+    where = "CPUs on gloo" if args.device == "cpu" else "accelerators with a fast interconnect"
     facts = {
         "version": __version__,
         "model": args.model,
@@ -210,7 +214,7 @@ def _plan_facts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _operations_per_token(model: torch.nn.Module, active: int | None) -> float:
-    """Return the operations of forward and backward for one token: 6 per parameter, and 4 per frozen parameter.
+    """Return the operations of forward and backward for one token: 6 per trained parameter, 4 per frozen one.
 
     ``active``: the number of parameters that a token passes through; ``None``: all. Raise SettingsError if ``model``
     has fewer.

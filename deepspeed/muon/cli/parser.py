@@ -20,15 +20,15 @@ EXPECTED = (
 )
 OF_INIT = "ds_config.json with optimizer.type AdamW, or without optimizer; or accelerate's YAML"
 ABOUT_REPORT = "versions, what is replaced in DeepSpeed, activation, devices; exit status 1 if there is a problem"
-LIVE = "under a launcher: also train a small model on all ranks at every stage, and write all of it to a file"
+LIVE = "under a launcher: also train a small model on all ranks at stages 1 to 3, and write the report to a file"
 REPORT = "ds_muon_report.md"
 TOKENS = "tokens per rank and step, accumulation included: print Muon's share of such a step too"
-TRY = "your own launch command with AdamW and with Muon at several rates: a table, a picture, a verdict, a ds_config"
+TRY = "run your launch command with AdamW, and with Muon at several rates; write a table, a picture, a ds_config"
 MEMORY = "memory of a device in GB: says whether the run fits, and what is left for activations"
 WHY = "also print what the plan assumes"
 ACTIVE = "parameters that one token passes through in a mixture of experts (default: all of the model)"
-RATES = "factors of AdamW's rate for Muon (default: 1,3,10,30), one more between the best two is added"
-REPEATS = "how often the best two run again with another seed, if they are close (default: 2)"
+RATES = "multiples of AdamW's rate to try for Muon (default: 1,3,10,30); one more near the best is added"
+REPEATS = "how often the best Muon and the best AdamW run again with another seed, if they are close (default: 2)"
 #: Removed command or flag -> what to do instead.
 REMOVED = {
     "plot": "TensorBoard, W&B or any viewer of CSV files draws the six values that DeepSpeed's monitor gets",
@@ -40,7 +40,7 @@ REMOVED = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser of the command ``ds_muon``, with all subcommands."""
-    title = "Muon for DeepSpeed ZeRO: a config for it, a plan of a run, a report on the environment, import"
+    title = "Muon for DeepSpeed ZeRO: write a config, plan a run, report on this machine, import checkpoints, try rates"
     version = runpy.run_path(str(Path(__file__).parents[1] / "version.py"))["__version__"]
     top = _Parser("ds_muon", description=title)
     top.add_argument("--version", action="version", version=f"deepspeed-muon {version}")
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     init = commands.add_parser("init", help="print a ds_config for Muon, from one for AdamW; the reasons go to stderr")
     init.add_argument("--config", required=True, help=OF_INIT)
     init.add_argument("--out", type=Path, help="new file for the ds_config; from accelerate's YAML also a new YAML")
-    plan = commands.add_parser("plan", help="what the optimizer would do with a model on many ranks")
+    plan = commands.add_parser("plan", help="show what the optimizer would do with a model on many ranks")
     plan.add_argument("--config", required=True, help="ds_config.json with optimizer.type Muon")
     plan.add_argument("--model", required=True, help=EXPECTED.removeprefix("expected "))
     plan.add_argument("--world-size", required=True, type=_positive, help="number of data-parallel ranks")
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--live", action="store_true", help=LIVE)
     report.add_argument("--all", action="store_true", help="list every attribute that is replaced in DeepSpeed")
     report.add_argument("--out", type=Path, help=f"with --live, the file of the report (default: {REPORT})")
-    take = commands.add_parser("import", help="a universal checkpoint from one of stock DeepSpeed's Muon")
+    take = commands.add_parser("import", help="write a universal checkpoint from one of stock DeepSpeed's Muon")
     take.add_argument("--from", required=True, type=Path, dest="source", help="folder of one tag of the checkpoint")
     take.add_argument(
         "--to", required=True, type=Path, dest="target", help="new folder for one tag of the new checkpoint"
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     rehearse.add_argument("--config", help=f"{OF_INIT}, to be converted at the end (default: what DeepSpeed has read)")
     rehearse.add_argument("--steps", type=_positive, default=100, help="optimizer steps of each run (default: 100)")
     rehearse.add_argument("--rates", type=_factors, default=[1.0, 3.0, 10.0, 30.0], help=RATES)
-    rehearse.add_argument("--adamw-rates", type=_factors, default=[1.0], help="the same for AdamW (default: 1)")
+    rehearse.add_argument("--adamw-rates", type=_factors, default=[1.0], help="multiples to try for AdamW (default: 1)")
     rehearse.add_argument("--repeats", type=int, default=2, help=REPEATS)
     rehearse.add_argument("--out", type=Path, default="ds_muon_try", help="folder of records and results")
     rehearse.add_argument("launch", nargs="...", metavar="-- COMMAND", help="your command, such as deepspeed train.py")
@@ -88,12 +88,12 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with a suggestion if a flag is misspelled."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but show help without arguments, and report unknown flags before missing ones."""
+        """Parse as argparse does, but show help without any argument, and report unknown flags before missing ones."""
         if self._subparsers and not (sys.argv[1:] if args is None else args):
             args = ["--help"]
         known = list(self._option_string_actions)  # an unknown flag may be the missing one, misspelled
         own = [] if self._subparsers else itertools.takewhile(lambda argument: argument != "--", args)
-        for flag in [argument.partition("=")[0] for argument in own]:  # what follows -- is the user's command
+        for flag in [argument.partition("=")[0] for argument in own]:  # after -- is the user's command
             if flag.startswith("--") and not any(name.startswith(flag) for name in known):
                 self.error(_about_unknown(flag, known))
         return super().parse_known_args(args, namespace)

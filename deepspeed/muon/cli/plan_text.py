@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a run as text. ``forecast.py`` computes its numbers."""
+"""Write the plan of a run as text, for ``ds_muon plan``. ``forecast.py`` computes its numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from deepspeed.muon.step import NewtonSchulz
 def rows_of(
     groups: Sequence[GroupSpec], costs: Sequence[StepCost], world_size: int, schedule: Schedule, dtype: str, fold: bool
 ) -> list[Row]:
-    """Return the rows of the table of parameters.
+    """Return the rows of the table that ``ds_muon plan`` prints: what Muon or AdamW does with each parameter.
 
-    ``costs``: ``Estimate.costs``, which tell the owners. ``schedule``, ``dtype``: coefficients and dtype of
-    Newton-Schulz. ``fold``: merge rows of parameters that differ only in layer number and owners.
+    ``costs``: ``Estimate.costs``, whose plans have the owners. ``schedule``, ``dtype``: coefficients and dtype of
+    Newton-Schulz. ``fold``: whether to merge rows of parameters that differ only in layer number and owners.
     """
     owners = {name: ranks for cost in costs for name, ranks in cost.plan.owners_of_parameters.items()}
     is_on_each = any(cost.part.world_size < world_size for cost in costs)
@@ -34,7 +34,7 @@ def rows_of(
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """Return a row as an entry of ``parameters`` in the object that ``ds_muon plan --json`` prints."""
+    """Return a row of the table as an entry of ``parameters`` in the object that ``ds_muon plan --json`` prints."""
     return {
         "name": row.name,
         "count": row.count,
@@ -59,7 +59,7 @@ def quantity(value: float, unit: str = "B") -> str:
     return f"{value:.3g} {prefix}{unit}"
 
 
-#: Row of ``facts["memory"]`` -> its title.
+#: Key of ``memory.rows`` in the object that ``ds_muon plan --json`` prints -> title of its row.
 MEMORY_TITLES = {
     "weights": "weights",
     "gathered_weights": "weights that stage 3 gathers, at most",
@@ -74,9 +74,9 @@ MEMORY_TITLES = {
 
 
 def plan_text(facts: dict[str, Any], rows: Sequence[Row], shows_why: bool) -> str:
-    """Return the text that ``ds_muon plan`` prints, the answers first.
+    """Return the text that ``ds_muon plan`` prints: first whether the run fits and what Muon costs, then the details.
 
-    ``facts``: the object that ``ds_muon plan --json`` prints. ``rows``: of the table of parameters. ``shows_why``:
+    ``facts``: the object that ``ds_muon plan --json`` prints. ``rows``: the result of :func:`rows_of`. ``shows_why``:
     whether to add what the plan assumes.
     """
     ranks, totals = facts["per_rank"], facts["totals"]
@@ -105,11 +105,11 @@ def plan_text(facts: dict[str, Any], rows: Sequence[Row], shows_why: bool) -> st
 
 
 def _fit(facts: dict[str, Any]) -> str:
-    """Return the sentence that says whether the run fits into the memory of a device."""
+    """Return the line that says whether the run fits into the memory of a device."""
     memory = facts["memory"]
     needed, adamw = (quantity(memory["needed_bytes"][half]) for half in ("muon", "adamw"))
     if memory["fits"] is None:
-        return f"memory: {needed} on each rank and activations; AdamW: {adamw}. --memory GB says whether that fits"
+        return f"memory: {needed} on each rank, plus activations; AdamW: {adamw}. --memory GB says whether that fits"
     limit, left = quantity(memory["limit_bytes"]), quantity(memory["left_for_activations_bytes"])
     if memory["fits"]:
         return f"fits: {needed} of {limit} on each rank, which leaves {left} for activations; AdamW: {adamw}"
@@ -120,12 +120,12 @@ def _fit(facts: dict[str, Any]) -> str:
 
 
 def _cost(facts: dict[str, Any]) -> str:
-    """Return the sentence on Muon's share of a step, its operations and the bytes sent."""
+    """Return the line on Muon's cost: its share of a step, and the most operations and sent bytes of a rank."""
     ranks, share = facts["per_rank"], facts["share"]
     few, many = (f"{_percent(row['counted'])} of a step of {row['tokens']:,}" for row in share["by_tokens"][1:3])
     flop = quantity(ranks["newton_schulz_gflop"]["max"] * 1e9, "FLOP")
     sent = quantity(ranks["sent_bytes"]["max"]) if ranks["sent_bytes"]["max"] else "nothing"
-    return f"cost: {few} tokens per rank, {many}; the busiest rank computes {flop} of Newton-Schulz and sends {sent}"
+    return f"cost: {few} tokens per rank, {many}; at most, a rank computes {flop} of Newton-Schulz and sends {sent}"
 
 
 def _memory_table(rows: dict[str, dict[str, float]]) -> str:
@@ -138,7 +138,7 @@ def _memory_table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def _share(by_tokens: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield rows (title, text) about Muon's share of a step, one column for each number of tokens."""
+    """Yield two rows (title, text): the numbers of tokens per rank and step, and Muon's share of a step with each."""
     cells = [[f"{row['tokens']:,}" for row in by_tokens], [_percent(row["counted"]) for row in by_tokens]]
     yield from zip(("tokens per rank and step", "Muon's share of a step"), aligned(cells).splitlines(), strict=True)
 
@@ -165,14 +165,14 @@ def _sent(facts: dict[str, Any]) -> str:
         return f"{mean}; {ranks['collectives']:,} all-gathers of results"
     least = f"{quantity(sent['least_mean'])} if the owner of each matrix were the rank that holds most of it"
     return f"{mean}; the mean would be {least}; {ranks['collectives']:,} all-to-alls" + (
-        f" in {ranks['parts']} parts, one after the other" if ranks["parts"] > 1 else ""
+        f" in {ranks['parts']} sub-groups, one after the other" if ranks["parts"] > 1 else ""
     )
 
 
 def _clipping(clip: dict[str, float]) -> str:
     limit, factor = clip["gradient_clipping"], clip["divided_by"]
     if limit <= 0:
-        return f"stock's clipping at {limit} had no effect on its updates"
+        return f"stock DeepSpeed's clipping at {limit} had no effect on Muon's updates"
     if factor <= 1:
-        return f"stock's clipping at {limit} had no effect: its updates' norm is about {clip['update_norm']:.3g}"
-    return f"stock's clipping at {limit} divided its updates by about {factor:,.0f}"
+        return f"stock DeepSpeed's clipping at {limit} had no effect: updates' norm is about {clip['update_norm']:.3g}"
+    return f"stock DeepSpeed's clipping at {limit} divided its updates by about {factor:,.0f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_muon report``: can this environment, or the ranks of a launch, run deepspeed-muon? As facts and as text."""
+"""Report whether this environment, or all ranks of a launch, can run deepspeed-muon: ``ds_muon report``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ TRIAL = ("ZeRO", "trains", "error", "step ms")
 
 
 def environment() -> dict[str, Any]:
-    """Return the facts that ``ds_muon report`` shows about this machine and its software, and a list ``problems``."""
+    """Return what ``ds_muon report`` shows about this machine and its software.
+
+    The keys are those of ``ds_muon report --json``: facts, ``problems`` (sentences), and ``ok`` if there are none.
+    """
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))
     includes_installed = bool(versions["deepspeed"]) and is_tested(str(versions["deepspeed"]))
@@ -65,7 +68,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _tools() -> dict[str, str | None]:
-    """Return {name: version} of the tools and libraries that kernels need; ``None`` for one that is missing."""
+    """Return {name: version} of the C++ compiler, ninja, libaio (its file name), CUDA and NCCL; ``None`` if missing."""
     compiler = os.environ.get("CXX", "c++").split()  # it may come with a wrapper or flags
     cuda, nccl = torch.version.cuda, torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
@@ -86,10 +89,10 @@ def _first_line(*command: str) -> str | None:
 
 
 def check_launch() -> dict[str, Any] | None:
-    """Compare the software of all ranks, and train a small model on them (:func:`run_trial`). A collective call.
+    """Compare the software of all ranks, and train a small model on them (:func:`run_trial`). A collective.
 
-    Return on rank 0 the result of :func:`environment` with findings about all ranks under the key ``launch``. Return
-    ``None`` on other ranks.
+    Return on rank 0 the result of :func:`environment`, with findings about all ranks under the key ``launch`` and in
+    ``problems``. Return ``None`` on other ranks.
     """
     device = accelerator()
     own = {**_versions(), "host": platform.node(), "device": device["name"], "backend": device["backend"]}
@@ -138,10 +141,10 @@ def _problems(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _replaced_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
-    """Return table rows about the attributes of DeepSpeed that deepspeed-muon replaces.
+    """Return rows (title, text) about the attributes of DeepSpeed that deepspeed-muon replaces.
 
     ``states``: {attribute: "in use", "missing", ...}, from :func:`deepspeed.muon.zero.patches.seam_states`. ``every``:
-    list all attributes instead of counting them.
+    whether to list all attributes instead of counting them.
     """
     (usual, _), *_ = counts = Counter(states.values()).most_common()
     if not every:
@@ -161,8 +164,8 @@ def _replaced_rows(states: Mapping[str, str], every: bool) -> list[list[str]]:
 def as_text(facts: dict[str, Any], every: bool = False) -> str:
     """Return a report as text for a terminal, problems first.
 
-    ``facts``: result of :func:`environment` or :func:`check_launch`. ``every``: list each replaced attribute of
-    DeepSpeed.
+    ``facts``: result of :func:`environment` or :func:`check_launch`. ``every``: whether to list each replaced
+    attribute of DeepSpeed.
     """
     tested, activation = facts["tested_deepspeed"], facts["activation"]
     device = facts["accelerator"]

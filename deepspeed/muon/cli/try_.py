@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_muon try``: run the user's own command once per optimizer and rate, and say which to take.
+"""Run the user's own command once per optimizer and rate, and say which to take: ``ds_muon try``.
 
 ``zero/tried_run.py`` acts inside the runs, and ``verdict.py`` compares their records.
 """
@@ -30,21 +30,25 @@ from deepspeed.muon.errors import SettingsError
 from deepspeed.muon.zero.scheduler import SCHEDULES, read_schedule
 from deepspeed.muon.zero.tried_run import VARIABLE
 
-#: What in the command becomes the name of the variant's files.
+#: Text in the user's command that is replaced with the name of the variant's files, such as ``muon_x3``.
 PLACEHOLDER = "{variant}"
 #: Section of a ds_config -> its parameters that are learning rates. ``eta_min``: of torch's cosine schedules.
 RATES = {
     "optimizer": ("lr", "muon_lr", "adam_lr"),
     "scheduler": ("eta_min", *dict.fromkeys(key for keys in SCHEDULES.values() for key in keys.rates)),
 }
-#: Seconds between two looks at the record of a run, and that its processes get to end.
+#: Seconds between two readings of a run's record; seconds that its processes get to end then, or on SIGTERM.
 POLL, GRACE = 0.5, 15.0
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed)\b.*")
 NO_STEP = "it ended without a step of a DeepSpeed engine; is deepspeed-muon installed in its environment?"
 
 
 def run_try(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Run all variants, and return (facts for ``--json``, text with table, verdict and files)."""
+    """Run the user's command with AdamW and with Muon, at all rates and with repeats, and compare the runs.
+
+    Return (object for ``--json``, text with the table, the verdict and the names of written files). Raise SettingsError
+    if an argument is wrong, or if the first run, which has AdamW, fails.
+    """
     command = args.launch[args.launch[:1] == ["--"] :]
     if not command:
         raise SettingsError("write your own command after --, such as: ds_muon try -- deepspeed train.py ...")
@@ -76,7 +80,10 @@ def run_try(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _conclude(args: argparse.Namespace, trial: Trial, adamw: Run) -> tuple[dict[str, Any], str]:
-    """Write the picture and the new ds_config; return (facts, text)."""
+    """Write the picture of the losses, and a ds_config with Muon at its best rate; return what :func:`run_try` returns.
+
+    ``adamw``: the first run, which has recorded the ds_config.
+    """
     base, muon, out = _number(rate_of(adamw.config)), best(trial.runs, "Muon"), trial.out
     words, remarks, files = verdict(trial.runs, base), notes(trial.runs), list[Path]()
     if draw(trial.runs, out / "losses.png"):
@@ -108,7 +115,7 @@ def _conclude(args: argparse.Namespace, trial: Trial, adamw: Run) -> tuple[dict[
 
 
 def rate_of(config: Mapping[str, Any]) -> Any:
-    """Return the learning rate of a ds_config: the schedule's, or the optimizer's."""
+    """Return a ds_config's learning rate (a number, list, ``"auto"`` or ``None``): the schedule's, otherwise ``lr``."""
     schedule = read_schedule(config.get("scheduler"))
     return schedule.rate if schedule.rate_key else (config["optimizer"].get("params") or {}).get("lr")
 
@@ -137,10 +144,14 @@ def multiplied(config: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 
 class Trial:
-    """The folder of a trial and its runs. As a context, it ends at its exit what still runs.
+    """The runs of one ``ds_muon try``, and the folder ``out`` with their files. A context manager.
+
+    On exit it ends the current run if necessary. ``command``: the user's. ``steps``: optimizer steps of each run. Raise
+    SettingsError if the folder has runs of another command, or if another process uses it.
 
     For each variant the folder has ``NAME.json`` (what the run reads), ``NAME.jsonl`` (what it records) and
-    ``NAME.log`` (its output). ``try.json`` has the command, ``running.json`` the processes.
+    ``NAME.log`` (its output), where NAME is :attr:`Variant.stem`. ``try.json`` has the command and ``steps``, and
+    ``running.json`` the ids of the process of ``ds_muon try`` and of the current run.
     """
 
     def __init__(self, out: Path, command: Sequence[str], steps: int) -> None:
@@ -148,7 +159,7 @@ class Trial:
         self._command, self._runs = list(command), dict[Variant, Run]()
         #: Sections of the ds_config that Muon's runs change; known after the first run.
         self.changes: dict[str, Any] = {}
-        #: Seconds of the runs of this start; when the last one began; lines of the table on the terminal.
+        #: Seconds that each run of this process took; time when the last one began; lines of the table on the terminal.
         self._took, self._began, self._lines = list[float](), time.monotonic(), 0
         self.out.mkdir(parents=True, exist_ok=True)
         self._end_leftovers()
@@ -165,17 +176,23 @@ class Trial:
         return list(self._runs.values())
 
     def log(self, variant: Variant) -> Path:
-        """Return the file with the output of a run."""
+        """Return the path of the file with the output of a variant's run."""
         return self.out / f"{variant.stem}.log"
 
     def plan(self, *variants: Variant) -> None:
-        """Add variants to the table; those that have ended in an earlier start, with their records."""
+        """Add variants to the table of runs, in state ``"waiting"``.
+
+        A variant whose run ended in an earlier ``ds_muon try`` in this folder gets that run, and does not run again.
+        """
         for variant in variants:
             run = read_run(variant, self.out / f"{variant.stem}.jsonl")
             self._runs[variant] = run if run.state in ("done", "diverged") else Run(variant)
 
     def run(self, variant: Variant) -> Run:
-        """Run the variant if it is waiting; return its :class:`Run`, finished or failed."""
+        """Run the user's command as ``variant`` unless its run has ended already; return the ended run.
+
+        Raise SettingsError if the command cannot be started.
+        """
         if variant not in self._runs:
             self.plan(variant)
         if self._runs[variant].state != "waiting":
@@ -208,7 +225,7 @@ class Trial:
         return run
 
     def _wait(self, variant: Variant, process: subprocess.Popen, records: Path) -> None:
-        """Show a run's progress until its processes have ended; end them if they do not after its last record."""
+        """Show a run's progress until ``process`` ends; end it :data:`GRACE` s after the record of the run's end."""
         ended_at = None
         while process.poll() is None:
             run = self._runs[variant] = read_run(variant, records)
@@ -225,7 +242,7 @@ class Trial:
         run = read_run(variant, records)
         if run.state != "waiting":
             return run
-        if status == 0 and run.steps:  # the script makes fewer steps
+        if status == 0 and run.steps:  # the script ends before that number of steps
             with records.open("a") as file:
                 file.write(json.dumps({"end": "done"}) + "\n")
             return read_run(variant, records)
@@ -233,7 +250,7 @@ class Trial:
         return run
 
     def _show(self) -> bool:
-        """Draw the table again if stderr is a terminal; return whether it is."""
+        """Draw the table of runs again if stderr is a terminal; return whether it is."""
         if not sys.stderr.isatty():
             return False
         base = next((_number(rate_of(run.config)) for run in self.runs if run.config), None)
@@ -269,12 +286,12 @@ class Trial:
         if run and _lives(*run):
             end_processes(run[0])
         (self.out / "running.json").unlink()
-        if self._lines:  # what is printed at the end has the table
+        if self._lines:  # the table will be printed with the result
             sys.stderr.write(f"\x1b[{self._lines}A\x1b[J")
         signal.signal(signal.SIGTERM, self._handler)
 
     def _end_leftovers(self) -> None:
-        """End what a killed trial has left running; raise SettingsError if another trial uses the folder."""
+        """End the run that a killed ``ds_muon try`` has left; raise SettingsError if another one uses the folder."""
         file = self.out / "running.json"
         owner, run = json.loads(file.read_text()) if file.exists() else (None, None)
         if owner and _lives(*owner):
@@ -289,18 +306,19 @@ class Trial:
 
 
 def last_lines(log: Path) -> str:
-    """Return what a log says of its end: its last line that names an error, otherwise its last three lines."""
+    """Return why a run failed: the last error in its log, such as "ValueError: ...", otherwise its last three lines."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [found[0] for line in lines if (found := ERROR_LINE.search(line)) and "ChildFailedError" not in line]
     return errors[-1] if errors else " | ".join(lines[-3:]) or "no output"
 
 
 def end_processes(pid: int) -> None:
-    """End a process and its descendants: first by SIGTERM, on which launchers end those of other nodes."""
+    """End a process and its descendants with SIGTERM; use SIGKILL if they run :data:`GRACE` seconds later."""
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return
+    # On SIGTERM, launchers end their processes on other nodes too.
     for end in (psutil.Process.terminate, psutil.Process.kill):
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``ds_muon try`` concludes from the records of its variants: which rate, by how much, and how sure that is."""
+"""Compare the runs of ``ds_muon try``: which rate is best, by how much, and how sure that is."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-#: The best Muon and the best AdamW repeat if they differ by less than this share of the loss.
+#: The best Muon and the best AdamW run again with other seeds if they differ by less than this share of the loss.
 CLOSE = 0.02
-#: Number of values -> factor of the standard error of their mean for an interval of 95 % (Student's t); 2.2 above.
+#: Number of values -> half of the 95 % interval of their mean, in standard errors (Student's t); 2.2 for more values.
 STUDENT = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4, 9: 2.3, 10: 2.3}
-#: A run has diverged if it ends at more than so many times its first loss.
+#: A run has diverged if its last loss is more than this many times its first.
 DIVERGED = 2.0
 COLUMNS = ("variant", "rate", "loss", "to AdamW", "ms/step", "memory", "state")
 COLORS = {"AdamW": "tab:gray", "Muon": "tab:red"}
 
 
 class Variant(NamedTuple):
-    """An optimizer, ``"AdamW"`` or ``"Muon"``, a factor of AdamW's rate, and the number of another seed."""
+    """What distinguishes a run of ``ds_muon try`` from the others.
+
+    ``optimizer``: ``"AdamW"`` or ``"Muon"``. ``factor``: multiplies the learning rate of the user's AdamW. ``seed``: 0,
+    or the number of a repeat with another seed.
+    """
 
     optimizer: str
     factor: float
@@ -34,17 +38,18 @@ class Variant(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """Return the name of the variant's files, without a suffix."""
+        """Return the name of the variant's files without a suffix, such as ``muon_x3_seed1``."""
         return f"{self.optimizer.lower()}_x{self.factor:g}" + (f"_seed{self.seed}" if self.seed else "")
 
 
 @dataclass
 class Run:
-    """What a variant has recorded so far.
+    """What the run of a variant has recorded so far.
 
-    ``steps``: the record of each step, with ``loss``, ``seconds``, ``lr`` and ``peak`` (bytes). ``state``:
-    ``"waiting"``, ``"running"``, ``"done"``, ``"diverged"`` or ``"failed"``. ``note``: why it has failed. ``config``:
-    the ds_config as DeepSpeed has read it.
+    ``steps``: the record of each step, with ``loss``, ``seconds`` (a clock's time at its end), ``lr`` and ``peak``
+    (bytes of memory). ``state``: ``"waiting"``, ``"running"``, ``"done"``, ``"diverged"`` or ``"failed"``. ``note``:
+    why it has failed. ``config``: the ds_config as DeepSpeed has read it. ``built_by_script``: whether the script has
+    built the optimizer; its type and settings are then added to ``config``.
     """
 
     variant: Variant
@@ -55,33 +60,39 @@ class Run:
     built_by_script: bool = False
 
     def losses(self, steps: int | None = None) -> list[float]:
-        """Return the mean loss of the last tenth of the steps, as it was at each of the first ``steps`` steps."""
+        """Return the running mean of the loss at each of the first ``steps`` steps (``None``: of all steps).
+
+        Each value is the mean over :func:`window` steps up to that step, or over fewer at the start.
+        """
         raw = [step["loss"] for step in self.steps[:steps]]
         size = window(len(raw))
         return [fmean(raw[max(0, end - size) : end]) for end in range(1, len(raw) + 1)]
 
     def loss(self, steps: int) -> float:
-        """Return the mean loss of the last tenth of the first ``steps`` steps; infinite if the run has not ended."""
+        """Return the loss after ``steps`` steps, the last of :meth:`losses`; infinite unless the run is done."""
         return self.losses(steps)[-1] if self.state == "done" and steps else math.inf
 
     @property
     def step_seconds(self) -> float:
-        """Return the median time from the end of a step to the end of the next."""
+        """Return the median time in seconds from the end of a step to the end of the next; NaN if there is no next."""
         ends = [step["seconds"] for step in self.steps]
         return median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else math.nan
 
     def seconds(self) -> list[float]:
-        """Return the time at the end of each step, as if the first had taken as long as the others."""
+        """Return the seconds from the start to the end of each step, as if the first step had taken the median time."""
         return [step["seconds"] - self.steps[0]["seconds"] + self.step_seconds for step in self.steps]
 
 
 def window(steps: int) -> int:
-    """Return over how many steps a loss is averaged: a tenth, but at least five if there are as many."""
+    """Return over how many of ``steps`` steps the loss is averaged: a tenth, but at least five, or all if fewer."""
     return min(steps, max(5, steps // 10))
 
 
 def read_run(variant: Variant, path: Path) -> Run:
-    """Return what the file ``path`` has of ``variant``; the last line of a killed run may be incomplete."""
+    """Return the run that the file ``path`` records; one in state ``"waiting"``, without steps, if there is no file.
+
+    An incomplete last line, which a killed run leaves, is ignored.
+    """
     run = Run(variant)
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     for record in (json.loads(line) for line in lines if line.endswith("\n")):
@@ -100,18 +111,24 @@ def read_run(variant: Variant, path: Path) -> Run:
 
 
 def length(runs: Sequence[Run]) -> int:
-    """Return the number of steps that all finished runs have."""
+    """Return the step at which losses are compared: the last of the shortest run in state ``"done"``; 0 without one."""
     return min((len(run.steps) for run in runs if run.state == "done"), default=0)
 
 
 def best(runs: Sequence[Run], optimizer: str) -> Run | None:
-    """Return the ended run of ``optimizer`` with the lowest loss, not counting repeats; ``None`` if there is none."""
+    """Return the run of ``optimizer`` with the lowest loss; ``None`` if there is none.
+
+    Only runs in state ``"done"`` count, and no repeats with another seed. Losses are compared at the same step.
+    """
     found = [run for run in runs if run.variant.optimizer == optimizer and not run.variant.seed and run.state == "done"]
     return min(found, key=lambda run: run.loss(length(runs)), default=None)
 
 
 def between(runs: Sequence[Run]) -> float | None:
-    """Return the factor in the middle between Muon's best and the better of its neighbours; ``None`` without one."""
+    """Return one more factor to try for Muon: the geometric mean of the best one and the better of its neighbors.
+
+    Return ``None`` if no run of Muon is done, or none with a neighboring factor.
+    """
     muon = sorted((run for run in runs if run.variant.optimizer == "Muon"), key=lambda run: run.variant.factor)
     top = best(runs, "Muon")
     if top is None:
@@ -125,12 +142,16 @@ def between(runs: Sequence[Run]) -> float | None:
 
 
 def pace(runs: Sequence[Run], optimizer: str) -> float:
-    """Return the median seconds of a step over the runs of ``optimizer``, because a rate does not change the work."""
+    """Return the median seconds of a step over all runs of ``optimizer``: a learning rate does not change its work."""
     return median(run.step_seconds for run in runs if run.variant.optimizer == optimizer and len(run.steps) > 1)
 
 
 class Difference(NamedTuple):
-    """Muon's loss less AdamW's: the mean, half of its interval of 95 %, and over what the interval was computed."""
+    """The final loss of the best Muon run minus that of the best AdamW run.
+
+    ``mean``: the mean difference. ``noise``: half of its 95 % interval. ``source``: a text that says over what both
+    were computed, such as ``"mean of 3 seeds"``.
+    """
 
     mean: float
     noise: float
@@ -138,7 +159,10 @@ class Difference(NamedTuple):
 
 
 def difference(runs: Sequence[Run]) -> Difference | None:
-    """Compare the best Muon with the best AdamW: over seeds if they were repeated, otherwise over their last steps."""
+    """Compare the best Muon run with the best AdamW run: over seeds if repeats differ in loss, otherwise over steps.
+
+    Return ``None`` if one of them has no run that is done.
+    """
     muon, adamw, steps = best(runs, "Muon"), best(runs, "AdamW"), length(runs)
     if muon is None or adamw is None:
         return None
@@ -168,7 +192,7 @@ def _interval(values: Sequence[float]) -> float:
 
 
 def is_close(runs: Sequence[Run]) -> bool:
-    """Return whether the best Muon and the best AdamW are so close that another seed may exchange them."""
+    """Return whether the losses of the best Muon and AdamW runs are so close that other seeds may reverse them."""
     found, adamw = difference(runs), best(runs, "AdamW")
     if found is None or adamw is None:
         return False
@@ -179,13 +203,13 @@ def is_close(runs: Sequence[Run]) -> bool:
 
 
 def verdict(runs: Sequence[Run], base: float | None) -> str:
-    """Return two sentences: how the best Muon ends next to the best AdamW, and when it reaches AdamW's last loss.
+    """Return a text that compares the final losses of the best Muon run and the best AdamW run, and their times.
 
-    ``base``: AdamW's rate in the config, if it is one number.
+    ``base``: AdamW's rate in the config; ``None`` if it is not one number.
     """
     muon, adamw, found, steps = best(runs, "Muon"), best(runs, "AdamW"), difference(runs), length(runs)
     if muon is None or adamw is None or found is None:
-        return "No run of Muon has a loss to compare, so AdamW stays. The rows say what ended the runs."
+        return "No run of Muon, or none of AdamW, has a loss to compare, so AdamW stays. The rows say how each ended."
     is_clear = abs(found.mean) > found.noise
     first = (
         f"{muon.variant}{f' (rate {muon.variant.factor * base:.3g})' if base else ''} ends at {muon.loss(steps):.4f} "
@@ -198,15 +222,15 @@ def verdict(runs: Sequence[Run], base: float | None) -> str:
     losses = muon.losses(steps)
     reached = next((step for step, loss in enumerate(losses, 1) if loss <= adamw.loss(steps)), None)
     if not is_clear:
-        return f"{first} It takes {times}; take more steps to decide."
+        return f"{first} Muon takes {times}; run more steps to decide."
     if found.mean > 0 or reached is None:
-        return f"{first} It takes {times}; by these runs AdamW stays."
+        return f"{first} Muon takes {times}; by these runs AdamW stays."
     share = reached * ours / (steps * theirs)
-    return f"{first} It reaches AdamW's last loss at step {reached}, in {share:.0%} of the time ({times})."
+    return f"{first} Muon reaches AdamW's last loss at step {reached}, in {share:.0%} of the time ({times})."
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Return sentences on what limits the comparison."""
+    """Return sentences for the user on the limits of the comparison, such as a best rate that is the highest tried."""
     steps, muon, found = length(runs), best(runs, "Muon"), list[str]()
     if muon is None:
         return found
@@ -222,7 +246,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 
 def rows(runs: Sequence[Run], base: float | None) -> list[tuple[str, ...]]:
-    """Return the rows of the table of ``ds_muon try``, titles first. ``base``: AdamW's rate, if it is one number."""
+    """Return the rows of the table of ``ds_muon try``, titles first. ``base``: as for :func:`verdict`."""
     steps, adamw, lines = length(runs), best(runs, "AdamW"), list[tuple[str, ...]]([COLUMNS])
     for run in runs:
         loss, at = run.loss(steps), f" at step {len(run.steps)}"
@@ -242,9 +266,9 @@ def rows(runs: Sequence[Run], base: float | None) -> list[tuple[str, ...]]:
 
 
 def draw(runs: Sequence[Run], path: Path) -> bool:
-    """Draw the losses by step and by second, averaged over a tenth of the steps, into ``path``.
+    """Draw the running means of the losses over steps and over seconds into the image file ``path``.
 
-    Return ``False``, and draw nothing, without matplotlib or without steps.
+    Return ``False``, and draw nothing, without matplotlib.
     """
     try:
         import matplotlib

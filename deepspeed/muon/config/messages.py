@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-#: A name that people bring from AdamW, stock's, Moonlight's or Keller Jordan's Muon -> what to write here.
+#: Name of a setting of AdamW, or of the Muon of DeepSpeed, Moonlight or Keller Jordan -> what to write here.
 ELSEWHERE = {
     "adamw_betas": "write betas",
     "adamw_eps": "write eps",
@@ -58,10 +58,10 @@ def allowed(field: FieldInfo) -> str:
 
 
 def expected(item: Mapping[str, Any], value: Any, allowed_values: str = "") -> str:
-    """Return "expected <values>", with the most similar choice if ``value`` is a misspelt one.
+    """Return the text "expected <values>", followed by the most similar choice if ``value`` looks like a misspelt one.
 
-    ``item``: an entry of ``pydantic.ValidationError.errors()``. ``allowed_values``: a text that names them; if it is
-    empty, the choices in pydantic's message are used.
+    ``item``: an entry of ``pydantic.ValidationError.errors()``. ``allowed_values``: the text for <values>; if it is
+    empty, the choices in pydantic's message are used, or the whole message if it has none.
     """
     words = re.findall(r"[^\s',]+", str(item.get("ctx", {}).get("expected", "")))
     choices = [word for word in dict.fromkeys(words) if word != "or"]
@@ -91,9 +91,9 @@ def explain(
     """Return one line about a wrong setting: its key and value, and what is allowed or which key was probably meant.
 
     Args:
-        item: an entry of ``pydantic.ValidationError.errors()``; for an unknown key, ``loc`` is enough.
+        item: an entry of ``pydantic.ValidationError.errors()``; for an unknown key, only its ``loc`` is needed.
         params: the keys and values that the user wrote.
-        fields: all keys of ``optimizer.params``.
+        fields: {key: field} for all keys of ``optimizer.params``.
         known: the keys that are valid here. A parameter group may set fewer than ``optimizer.params``.
         where: prefix of the key in the message, such as ``optimizer.params.``.
     """

@@ -31,7 +31,7 @@ DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number unchanged, and a string such as "1e-5" as a number; refuse other strings."""
+    """Return a string such as "1e-5" as a number, and a number unchanged; refuse bools and other strings."""
     if isinstance(value, bool):
         raise ValueError("expected a number, not true or false")
     if not isinstance(value, (str, bytes, bytearray)):
@@ -159,7 +159,8 @@ Clip = Annotated[ClipOptions, "an object with any of tau, alpha and logits"]
 
 #: The learning rates if the config sets none; stock DeepSpeed's defaults.
 DEFAULT_MUON_LR, DEFAULT_ADAM_LR = 0.02, 3e-4
-#: Rates that only stock DeepSpeed's Muon has. A config with one of them gets stock's scale of updates, ``original``.
+#: Learning-rate keys that stock DeepSpeed's Muon has, but AdamW does not. A config with one of them gets the scale of
+#: updates that stock DeepSpeed uses, ``original``.
 STOCK_TUNING_KEYS = ("muon_lr", "adam_lr")
 #: Key that a parameter group sets -> keys of the config that then have no effect in that group.
 REPLACES = {"lr": ("muon_lr", "adam_lr"), "weight_decay": ("muon_weight_decay", "adam_weight_decay")}
@@ -183,7 +184,8 @@ class Preset(NamedTuple):
     """A published recipe.
 
     ``settings``: keys of ``optimizer.params`` and their values. ``source``: the publication and its date. ``routers``:
-    what it does with the routers of experts. ``left_out``: how else a run with these settings differs from it.
+    what the recipe does with the routers of experts. ``left_out``: other differences between the recipe and a run with
+    these settings.
     """
 
     settings: dict[str, Any]
@@ -232,7 +234,7 @@ _SUPERSEDED = REPLACES | OPTIONS | {"adjust_lr_fn": ("rms_scale",), "ns_coeffici
 
 
 def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``params`` with the preset's values for other keys. Keys that ``params`` overrides are not added.
+    """Return ``params`` together with the values of its preset for keys that ``params`` does not override.
 
     For example, ``lr`` in ``params`` overrides the preset's ``muon_lr``. A null in ``params`` overrides, too.
     """
@@ -246,9 +248,9 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming_preset_keys(preset: str, keys: Collection[str]) -> Iterator[None]:
-    """Extend the message of a MuonConfigError from the ``with`` block: say which of the keys in it the preset has set.
+    """Append to the message of a MuonConfigError from the ``with`` block which of the keys in it the preset has set.
 
-    ``keys``: all keys that the preset has set.
+    ``preset``: the preset's name. ``keys``: all keys that the preset has set.
     """
     try:
         yield
@@ -264,8 +266,8 @@ def naming_preset_keys(preset: str, keys: Collection[str]) -> Iterator[None]:
 class MuonConfig(BaseModel):
     """The settings of the optimizer: the keys of ``optimizer.params`` in ds_config. Unknown keys are refused.
 
-    Keys that stock DeepSpeed has, too, have the same defaults. "Muon half" means the parameters that Muon updates,
-    "AdamW half" all other parameters.
+    Keys that stock DeepSpeed's Muon has, too, have the same defaults. "Muon half" means the parameters that Muon
+    updates, "AdamW half" all other parameters.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
@@ -285,7 +287,7 @@ class MuonConfig(BaseModel):
     momentum_warmup_steps: Count = 300
     """Number of steps from `momentum_start` to `momentum`"""
     momentum_dtype: MomentumDtype = "fp32"
-    """Half the memory or a quarter: [smaller momentum](checkpoints.md#momentum-in-one-or-two-bytes)"""
+    """Dtype that stores the momentum: [smaller momentum](checkpoints.md#momentum-in-one-or-two-bytes)"""
     nesterov: Flag = True
     """Orthogonalize Nesterov's look-ahead instead of the momentum buffer"""
     weight_decay: Rate = 0.0
@@ -303,13 +305,13 @@ class MuonConfig(BaseModel):
     normuon_beta2: Fraction = 0.95
     """Decay of NorMuon's running mean square"""
     muon_eq: Literal["none", "rows", "columns"] = "none"
-    """Equal norms of rows (outputs) or columns before Newton-Schulz: [MuonEq](update-rules.md#muoneq-and-muon)"""
+    """Before Newton-Schulz, make norms of rows (outputs) or columns equal: [MuonEq](update-rules.md#muoneq-and-muon)"""
     muon_plus: Flag = False
     """Give each update the norm of an orthogonal matrix: [Muon+](update-rules.md#muoneq-and-muon)"""
     qk_clip: Clip | None = None
     """Scale back attention heads whose logits exceed `tau`: [QK-clip](update-rules.md#qk-clip)"""
     muon_include: Patterns = ()
-    """Matrices with a matching name go to Muon, even if the rules say AdamW"""
+    """Matrices with a matching name go to Muon, even those that go to AdamW by default"""
     muon_exclude: Patterns = ()
     """Parameters with a matching name go to AdamW; overrides `muon_include`"""
     muon_split: Cuts = {}
@@ -367,7 +369,7 @@ class MuonConfig(BaseModel):
             raise ValueError(f"ns_steps: {error}") from None
         if self._is_scale_unclear():
             raise ValueError(
-                'momentum: with lr alone, what lr was tuned for is unclear; set adjust_lr_fn too: "original" if the '
+                'momentum: it is unclear what lr was tuned for; set adjust_lr_fn too: "original" if the '
                 'config was written for stock DeepSpeed\'s Muon or lr was tuned for it, "match_rms_adamw" if lr comes '
                 "from AdamW"
             )
@@ -397,12 +399,12 @@ class MuonConfig(BaseModel):
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Return the update rules that are on, which act on a matrix before and after Newton-Schulz."""
+        """Return the update rules that this config turns on. They change matrices before or after Newton-Schulz."""
         return rules_of(self)
 
     @property
     def schedules(self) -> Schedules:
-        """Return how Muon's momentum and weight decay change with the step."""
+        """Return the schedules of Muon's momentum and weight decay over the steps of a run."""
         return Schedules(**{field.name: getattr(self, field.name) for field in fields(Schedules)})
 
     @property
@@ -416,7 +418,7 @@ class MuonConfig(BaseModel):
 
     @property
     def preset_summary(self) -> str:
-        """Return a text for the log that lists the values of the preset that the user has not overridden."""
+        """Return a text for the log: the preset's name, and its values that the user has not overridden."""
         set_by_it = ", ".join(f"{key} {json.dumps(value)}" for key, value in self.preset_values.items())
         return f"preset {self.preset} sets {set_by_it or 'nothing'}"
 
@@ -445,18 +447,22 @@ class MuonConfig(BaseModel):
             verb = "is" if len(self.stock_tuning) == 1 else "are"
             return "original", f"because {' and '.join(self.stock_tuning)} {verb} set, as for stock DeepSpeed's Muon"
         if self.lr is None:
-            return "original", "because no learning rate is set, so the defaults of stock DeepSpeed's Muon act"
+            return "original", "because no learning rate is set, so the defaults of stock DeepSpeed's Muon apply"
         return "match_rms_adamw", "the default"
 
     def _is_scale_unclear(self) -> bool:
-        """Return whether ``lr`` may be AdamW's or stock's: ``momentum`` is set with it, and nothing tells the scale."""
+        """Return whether it is unclear if ``lr`` was tuned for AdamW or for stock DeepSpeed's Muon.
+
+        It is if the user sets ``lr`` and ``momentum``, leaves ``adjust_lr_fn`` at ``auto``, and sets none of
+        ``rms_scale``, ``muon_lr`` and ``adam_lr``.
+        """
         is_users = "momentum" in self.model_fields_set and "momentum" not in self.preset_values
         decides = self.adjust_lr_fn != "auto" or "rms_scale" in self.model_fields_set or bool(self.stock_tuning)
         return is_users and self.lr is not None and not decides
 
     @property
     def stock_tuning(self) -> list[str]:
-        """Return which of ``muon_lr`` and ``adam_lr`` the user has set, as for stock DeepSpeed's Muon."""
+        """Return which of ``muon_lr`` and ``adam_lr``, keys of stock DeepSpeed's Muon, the user has set."""
         return [key for key in STOCK_TUNING_KEYS if key in self.model_fields_set and key not in self.preset_values]
 
     @property
@@ -466,7 +472,10 @@ class MuonConfig(BaseModel):
 
     @property
     def reference_lr(self) -> float:
-        """Return the learning rate that a scheduler sees: the first of ``lr``, Muon's and AdamW's that is not 0."""
+        """Return the learning rate that a scheduler sees: the first nonzero one of ``lr``, Muon's and AdamW's rate.
+
+        0 if all are 0.
+        """
         candidates = (self.lr, self.muon_group()["lr"], self.adam_group()["lr"])
         return next((lr for lr in candidates if lr), 0.0)
 
@@ -510,7 +519,7 @@ class MuonConfig(BaseModel):
         }
 
     def digest(self) -> str:
-        """Return a hash of all settings. Ranks compare it to check that their settings are equal."""
+        """Return a hash of all settings, 16 hexadecimal digits. Ranks compare it to check that settings are equal."""
         return hashlib.sha256(f"{self.scale} {self.model_dump_json(exclude={'adjust_lr_fn'})}".encode()).hexdigest()[
             :16
         ]

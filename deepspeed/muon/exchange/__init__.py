@@ -4,7 +4,7 @@
 Names for parts of tensors, here and in ``layout``, ``math.momentum_storage`` and ``kernels.kernel_set``:
 
     Block      a matrix to orthogonalize, inside a parameter
-    Rectangle  the part of a matrix that one tensor-parallel rank's parameter has
+    Rectangle  a rectangle of a matrix inside one tensor-parallel rank's parameter
     Piece      a rectangle of a matrix that one rank holds, by its place in the parameter and in the matrix
     Fragment   a contiguous part of a parameter, by its place in the parameter and in a flat tensor
     Rows       a piece of a matrix, by its place in a flat tensor only

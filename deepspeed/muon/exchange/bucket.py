@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part of a bucket: pieces of matrices that its shard holds (runs), matrices that it owns, and copies."""
+"""A bucket, the matrices that travel together, as one rank sees it.
+
+It consists of the pieces of matrices that the rank's shard holds (runs), the matrices that the rank owns, and copies.
+"""
 
 from __future__ import annotations
 
@@ -126,8 +129,8 @@ class Bucket:
 
     runs: tuple[ShardRun, ...]
     batches: tuple[Batch, ...]
-    #: Copies between the receive buffer, which is ordered by source rank and then as that rank sent, and the matrices.
-    #: Each is one kernel launch, so parts of equal matrices, and equal parts from several ranks, are merged.
+    #: Copies between the receive buffer, which is ordered by source rank and then as that rank sends, and the bucket's
+    #: matrices. Each is one kernel launch, so parts of equal matrices, and equal parts from several ranks, are merged.
     received: tuple[GridCopy, ...]
     #: For each rank, elements sent to it and received from it on the way to the owners.
     send_counts: tuple[int, ...]
@@ -143,10 +146,10 @@ class Bucket:
 
     @cached_property
     def direct_receive_start(self) -> int | None:
-        """Return the index in the bucket's matrices at which the all-to-all can write what arrives, without a buffer.
+        """Return the index in the bucket's matrices from which on the all-to-all can write all that this rank receives.
 
-        ``None`` if the bucket needs a receive buffer, because what arrives is in another order than in the matrices, or
-        is not contiguous there.
+        ``None`` if the bucket needs a receive buffer, because the received elements are in another order than in the
+        matrices, or are not contiguous there.
         """
         first = self.received[0].start if self.received else 0
         is_direct = all(
@@ -173,10 +176,10 @@ class Bucket:
 
     @cached_property
     def staged_spans(self) -> dict[bool, list[Span]]:
-        """Return in_place -> the copies between the accelerator and the bucket's host memory, under CPU offload.
+        """Return {in_place: the copies between the accelerator and the bucket's host memory}, under CPU offload.
 
-        ``start`` is an index in the bucket's matrices if ``in_place``, otherwise in its send buffer. ``at`` is one in
-        the host memory.
+        ``Span.start`` is an index in the bucket's matrices for runs that are ``in_place``, otherwise in its send
+        buffer. ``Span.at`` is an index in the host memory.
         """
         spans: dict[bool, list[Span]] = {True: [], False: []}
         for host, run in sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0)):
@@ -186,7 +189,7 @@ class Bucket:
     def run_groups(self, scale: Scale) -> list[tuple[int, ...]]:
         """Group the bucket's ``runs`` such that one call can update the momentum, or the weights, of a whole group.
 
-        Return tuples of indices into ``runs``; example: ``[(0, 2), (1,)]``. Each :class:`ShardRun` of spaced rows is a
+        Return tuples of indices into ``runs``; example: ``[(0, 2), (1,)]``. A :class:`ShardRun` of several rows is a
         group by itself. The others share a group if they have the same ``tensor``, ``in_place`` and scale.
         ``scale``: (rows, columns) of a matrix -> the factor that multiplies its update.
         """
@@ -200,9 +203,9 @@ class Bucket:
         """Return the elements of one group of runs (see :meth:`run_groups`) as :class:`Span` objects.
 
         Adjacent runs share a span of at most :data:`MAX_SPAN` elements; a single run may be longer. The list is empty
-        if the group is a run of spaced rows. ``indices``: the group's indices into ``Bucket.runs``. ``staged``: whether
-        ``Span.at`` is an index in the bucket's host memory (CPU offload); otherwise it is one in the bucket's matrices
-        or send buffer.
+        if the group is a run of several rows. ``indices``: the group's indices into ``Bucket.runs``.
+        ``staged``: whether ``Span.at`` is an index in the bucket's host memory (CPU offload); otherwise it is one in
+        the bucket's matrices or send buffer.
         """
         copies = [(index, self.runs[index].copy) for index in indices]
         if any(copy.rows > 1 for _, copy in copies):
@@ -226,7 +229,7 @@ class Bucket:
 
 
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
-    """Return one bucket as ``rank`` sees it, if each rank holds a shard of the matrices, or a single rank all of them.
+    """Return one bucket as ``rank`` sees it, unless several ranks hold every matrix whole (:func:`replicated_bucket`).
 
     ``items``: all (owner, matrix) pairs of the bucket, whoever the owner is.
     """
@@ -295,17 +298,18 @@ def replicated_bucket(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 
 
 def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
-    """Return the :class:`ShardRun` for ``piece``, a part of the matrix ``item`` in this rank's shard.
+    """Return the :class:`ShardRun` for ``piece``, a piece of the matrix ``item`` in this rank's shard.
 
     ``at``: index of its first element in the bucket's send buffer or, if ``in_place``, in the bucket's matrices.
     """
     shard, name = item.shard, item.name
+    # In the shard, as in the parameter, rows are ``stride`` apart. ``piece.pitch`` is their distance in the matrix.
+    rows, cols = (1, piece.numel) if piece.stride == piece.cols else (piece.rows, piece.cols)
     return ShardRun(
         parameter=shard.spec.name,
         matrix=name,
         tensor=shard.tensor,
-        # In the shard, as in the parameter, rows are ``stride`` apart. ``piece.pitch`` is their distance in the matrix.
-        copy=GridCopy(at, shard.placement.position(piece.element), piece.rows, piece.cols, piece.stride),
+        copy=GridCopy(at, shard.placement.position(piece.element), rows, cols, piece.stride if rows > 1 else cols),
         in_place=in_place,
         shape=item.shape,
         # Elements that are contiguous in the block get the same random numbers, whichever rank holds them.
@@ -334,8 +338,8 @@ def sends_own_part(item: PlacedBlock, rank: int) -> bool:
 def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[GridCopy]:
     """Yield the copies from a bucket's receive buffer into its matrices, merged where possible.
 
-    ``incoming``: for each source rank, an (index, part) pair for each part of a matrix that the rank sends. The index
-    is that of the matrix's first element in the bucket's matrices.
+    ``incoming``: for each source rank, an (index, piece) pair for each piece that it sends. The index is that of the
+    first element of the piece's matrix in the bucket's matrices.
     """
     at, copies_of_sources = 0, []
     for pieces in incoming:
@@ -371,7 +375,7 @@ def _one_span(span: Span, next_span: Span, limit: float = math.inf) -> Span | No
 
 
 def _adjacent(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
-    """Merge two copies of single rows that are adjacent in both tensors; return ``None`` for any other copies."""
+    """Return one copy for two copies of single rows that are adjacent in both tensors; ``None`` for other copies."""
     are_rows = copy.rows == next_copy.rows == copy.times == 1
     if are_rows and (next_copy.at, next_copy.start) == (copy.at + copy.cols, copy.start + copy.cols):
         cols = copy.cols + next_copy.cols
@@ -392,7 +396,7 @@ def _joined(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
 
 
 def _repeated(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
-    """Return one copy in place of both: ``copy`` with one more repetition, or a longer row; ``None`` if impossible."""
+    """Return one copy for both: ``copy`` with one more repetition, or with a longer row; ``None`` if impossible."""
     to_at, to_start = next_copy.at - copy.at, next_copy.start - copy.start  # distances to the first repetition
     steps = (copy.at_step, copy.start_step) if copy.times > 1 else (to_at, to_start)
     alike = (copy.rows, copy.cols, copy.pitch) == (next_copy.rows, next_copy.cols, next_copy.pitch)
@@ -405,7 +409,8 @@ def _repeated(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
 def batches_of(items: Iterable[PlacedBlock], start: int = 0) -> Iterator[Batch]:
     """Yield the batches of one owner in a bucket.
 
-    ``items``: its matrices, sorted by :func:`batch_key`. ``start``: index of the first one in the bucket's matrices.
+    ``items``: the owner's matrices in the bucket, sorted by :func:`batch_key`. ``start``: index of the first element of
+    the first one in the bucket's matrices.
     """
     for _, group in groupby(items, key=batch_key):
         alike = list(group)

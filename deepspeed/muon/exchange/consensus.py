@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One answer of all ranks: process groups, small collectives, and comparisons of what ranks state.
+"""One answer of all ranks: process groups, small collectives, and comparisons of facts between ranks.
 
-All ranks of the world make the package's groups, in one order, before any step: if DeepSpeed has bound a process to its
-device, NCCL makes a group by splitting the world's communicator, which ranks outside of the group must call too.
+All ranks of the world make the package's process groups together, in one order, before any step. If DeepSpeed has bound
+a process to its device, NCCL makes a group by splitting the world's communicator, which all ranks of the world must do.
 
 Collectives are called through torch, not through DeepSpeed: with ``comms_logger``, DeepSpeed's wrapper ends the process
 at an operation that it cannot log, such as ``all_gather_object``.
@@ -74,7 +74,10 @@ def summed(values: Tensor) -> Tensor:
 
 
 def same_on_all_ranks(has_passed: bool) -> Agreed:
-    """Return ``has_passed``. All ranks must have checked the same numbers, such as a norm that ZeRO has reduced."""
+    """Return ``has_passed`` as the answer of all ranks, without communication.
+
+    Call this only if all ranks have checked the same numbers, such as a norm that ZeRO has reduced.
+    """
     return Agreed(has_passed)
 
 
@@ -123,10 +126,10 @@ def union(names: Iterable[str]) -> list[str]:
 
 
 def own_group(rank_groups: Iterable[Sequence[int]], device: torch.device) -> Any:
-    """Make process groups, and return the one that this rank is in. All ranks of the world must call this together.
+    """Make process groups, and return the one that contains this rank. A collective of all ranks of the world.
 
-    ``rank_groups``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``; equal on all ranks, each of which is
-    in one of them. ``device``: device of the tensors that will be sent.
+    ``rank_groups``: the world ranks of each group, such as ``[(0, 1), (2, 3)]``. All ranks pass the same groups, and
+    each rank is in one of them. ``device``: device of the tensors that will be sent.
     """
     group: Any = torch.distributed.group.WORLD
     # In one order on all ranks, members or not: if NCCL splits the world's communicator, every rank must take part.
@@ -140,7 +143,7 @@ def own_group(rank_groups: Iterable[Sequence[int]], device: torch.device) -> Any
 
 
 def _timeout(device: torch.device) -> timedelta | None:
-    """Return the time limit of the world's collectives on ``device``; ``None``: torch's default."""
+    """Return the time limit of collectives on ``device`` in the world's group; ``None`` for torch's default."""
     world: Any = torch.distributed.group.WORLD
     return getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
 
@@ -261,13 +264,14 @@ def _silence(ranks: list[int]) -> str:
 
 
 def differences(of_ranks: list[Facts], messages: dict[str, str], within: str = "") -> Facts:
-    """Compare facts between ranks. Return ``{"error": text}`` that names ranks which differ; ``{}`` if all are equal.
+    """Compare facts between ranks. Return ``{"error": text}`` about the first fact that differs; ``{}`` if none does.
 
     Args:
         of_ranks: the facts of each rank, in the order of ranks.
         messages: {key of a fact to compare: error text}. In the text, ``{ranks}`` is replaced by the ranks that differ,
             and ``{first}`` by the rank from which they differ. A text without ``{ranks}`` only names the fact, such as
-            "the version"; the error is then "the version differs: rank 0 has 1, ranks [1] have [2]".
+            "the version"; the error is then "the version differs: rank 0 has 1, ranks [1] have [2]", with at most four
+            values.
         within: key of a fact. Only ranks with the same value of this fact are compared with one another. By default all
             ranks are compared.
     """
@@ -309,9 +313,10 @@ def with_type(error: BaseException) -> str:
 
 
 def _join_messages(messages: list[str | None]) -> str:
-    """Join the ranks' error messages, such as ``rank 0: disk full; ranks 1, 2: no such file``.
+    """Return the ranks' error messages as one text, such as ``rank 0: disk full; ranks 1, 2: no such file``.
 
-    ``messages``: that of each rank; ``None`` without an error. If all ranks have the same message, return it.
+    ``messages``: for each rank its message, or ``None`` without an error. If all ranks have the same message, return
+    it without ranks.
     """
     if len(set(messages)) == 1:
         return str(messages[0])

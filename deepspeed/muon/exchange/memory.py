@@ -2,8 +2,8 @@
 """Compute the peak of a step's scratch memory on one rank, without allocating anything.
 
 Names and sizes are those that a step requests from :class:`~deepspeed.muon.kernels.kernel_set.Workspace`. Requests of
-one name share storage, so the peak is the sum of the largest request of each name. Not counted are the kilobytes of
-norms, and copies that an elementwise pass makes of columns to have them contiguous.
+one name share storage, so the peak is the sum of the largest request of each name. The kilobytes of norms are not
+counted, nor are the copies that a step makes of columns in a shard where tensor parallelism splits matrices by columns.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from deepspeed.muon.math.newton_schulz import DTYPES, SYMMETRIC
 
 
 class BatchSize(NamedTuple):
-    """The shapes and counts of a :class:`deepspeed.muon.exchange.bucket.Batch`; many ranks can share one object.
+    """The size of a :class:`deepspeed.muon.exchange.bucket.Batch`: ``number`` matrices of shape (``rows``, ``cols``).
 
-    ``number``: how many matrices of (``rows``, ``cols``).
+    It contains no names or indices, so that many ranks can share one object.
     """
 
     rows: int
@@ -33,10 +33,11 @@ class BatchSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """The sizes that decide how much scratch memory one rank needs of a :class:`.exchange.bucket.Bucket`.
+    """The sizes that decide how much scratch memory one rank needs for a bucket, the matrices that travel together.
 
     Args:
-        buffers: elements of the bucket's matrices, send buffer and receive buffer together.
+        buffers: elements of the rank's matrices, send buffer and receive buffer together; see
+            :class:`~deepspeed.muon.exchange.bucket.Bucket`.
         longest_run: elements of the largest part of a matrix in the rank's shard.
         longest_grid: elements of the largest such part that is not contiguous in the shard; 0 if there is none.
         batches: the sizes of the batches of matrices that the rank orthogonalizes.
@@ -73,7 +74,7 @@ class Memory:
 
     @property
     def has_native_products(self) -> bool:
-        """Return whether the C++ kernels compute the products, of bf16 with diagonals apart."""
+        """Return whether the C++ kernels compute matrix products. In bf16 they store diagonals separately, in fp32."""
         return self.device_type == "cpu" and self.dtype != "fp16" and not self.plain
 
 
@@ -88,7 +89,7 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the bytes of the exchange and of Newton-Schulz together."""
+        """Return ``exchange`` + ``newton_schulz``."""
         return self.exchange + self.newton_schulz
 
 
@@ -96,7 +97,7 @@ class Peak(NamedTuple):
 class PartitionDemand:
     """What decides one rank's scratch memory for one parameter group (or sub-group of ZeRO stage 3).
 
-    ``demands``: the :class:`Demand` of each bucket. ``slots``: how many of them are in memory at a time. ``method``:
+    ``demands``: the :class:`Demand` of each bucket. ``slots``: how many buckets are in memory at a time. ``method``:
     (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A partition: parameters of one group, their layout over the ranks, and the tensors that hold them."""
+"""The parameters of one parameter group that a step updates, their layout over the ranks, and their tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shard:
 
     Args:
         spec: the parameter's name, shape and matrices.
-        tensor: index of the tensor that holds this rank's part of it, among those that one call of ``step`` updates.
+        tensor: index of the tensor that holds this rank's part of the parameter, among those that a step updates.
         placement: which rank holds each element.
         tp_placements: with tensor parallelism, the placement of each tensor-parallel rank's parameter; otherwise empty.
     """
@@ -67,7 +67,7 @@ class PlacedBlock:
 
     @property
     def axis(self) -> int:
-        """Return the axis of the matrix that indexes its outputs (output features): 0 rows, 1 columns; 0 if unknown."""
+        """Return 0 if each row of the matrix belongs to one output feature, 1 if each column does, and 0 if unknown."""
         return self.shard.spec.output_axis or 0
 
     @cached_property
@@ -145,7 +145,7 @@ class Partition:
 
 
 def whole_shards(specs: Iterable[MatrixSpec], copies: int) -> tuple[Shard, ...]:
-    """Return where parameters lie that ZeRO does not shard: each in a tensor of its own, whole on ``copies`` ranks."""
+    """Return a :class:`Shard` for each parameter in ``specs``: in a tensor of its own, whole on ``copies`` ranks."""
     return tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs))
 
 

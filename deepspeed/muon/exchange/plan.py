@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan the exchange: which rank owns each matrix, and which elements are sent in which bucket. No communication.
+"""Plan the exchange: which rank owns each matrix, and which elements are sent in which bucket.
 
-Every rank derives the same owners and buckets from the same facts, then lists only its own part: the matrices that it
-owns, and the parts of matrices that its shard holds (runs). Planning takes each rank O(matrices + ranks) time, up to
-logarithms, and not O(matrices x ranks).
+Ranks do not communicate for this: every rank derives the same owners and buckets from the same facts. Then it lists
+only the matrices that it owns, and the pieces of matrices that its shard holds (runs). This takes each rank
+O(matrices + ranks) time, up to logarithms, and not O(matrices x ranks).
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def without_collector() -> Iterator[None]:
 class Plan:
     """The plan of a parameter group (or sub-group of ZeRO stage 3): each matrix's owner and bucket.
 
-    Owners and pairs are those of all ranks, and :attr:`buckets` are what this rank does.
+    ``owners`` and ``pairs`` cover all ranks. :attr:`buckets` says what this rank sends, receives and orthogonalizes.
 
     Args:
         shards: the group's Muon parameters, in the same order on all ranks.
@@ -300,10 +300,10 @@ class Plan:
 def plan_partition(
     shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None, rank: int = 0
 ) -> Plan:
-    """Plan a partition: share its matrices among the ranks, except at stage 0 if sharing is not faster.
+    """Return the plan of a partition, which shares its matrices among the ranks.
 
-    In that case return a plan with ``world_size`` 1: every rank carries it out for all matrices, without communication.
-    Otherwise return the result of :func:`plan_shards`, which has the same arguments.
+    The exception is ZeRO stage 0 if sharing is not faster: the plan then has ``world_size`` 1, and every rank
+    orthogonalizes all matrices, without communication. The arguments are those of :func:`plan_shards`.
     """
     plan = plan_shards(shards, world_size, cost, bucket_bytes, rank)
     if plan.copies == 1 or is_worth_sharing(plan, cost):
@@ -313,7 +313,7 @@ def plan_partition(
 
 
 def is_worth_sharing(plan: Plan, cost: CostModel) -> bool:
-    """Return whether a step at stage 0 is faster if the ranks share the matrices instead of each computing all."""
+    """Return whether a step at ZeRO stage 0 is faster if each rank orthogonalizes only a part of the matrices."""
     received = sum(bucket.gathered_part for bucket in plan.buckets) * (plan.world_size - 1) * cost.bytes_per_element
     # Without sharing, all ranks do all matrices at the same time. With it, nothing is sent to the owners.
     unshared = cost.total_flops(item.shape for item in plan.items)
@@ -324,9 +324,9 @@ def is_worth_sharing(plan: Plan, cost: CostModel) -> bool:
 def plan_shards(
     shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None, rank: int = 0
 ) -> Plan:
-    """Plan a parameter group (or sub-group of ZeRO stage 3) for ``world_size`` ranks that share its matrices.
+    """Return the plan of a parameter group (or sub-group of ZeRO stage 3) whose matrices the ranks share.
 
-    It does not ask whether sharing is faster than not sharing; :func:`plan_partition` does.
+    :func:`plan_partition` calls this, and checks whether sharing is faster.
 
     Args:
         shards: the group's Muon parameters, in the same order on all ranks.
@@ -386,7 +386,7 @@ def bucket_limit(
         items: all matrices that are planned together: those of a parameter group or, at stage 3, a sub-group.
         world_size: number of ranks that share these matrices.
         copies: as in :class:`Plan`. If it is above 1, ``bucket_bytes`` is the maximum of all owners together.
-        cost: gives the bytes of an element, and where Newton-Schulz runs.
+        cost: the cost model, which has the bytes of an element, and the device type of Newton-Schulz.
         bucket_bytes: maximum bytes of one owner's matrices in one bucket; ``None``: :data:`CPU_BUCKET_BYTES` or
             :data:`BUCKET_BYTES`, or less if there would be few buckets on CPUs.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send shards to the owners of matrices, and shards of the results back.
 
-:class:`~deepspeed.muon.step.PartitionStep` decides when.
+:class:`~deepspeed.muon.step.PartitionStep` calls these functions in the order of a step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BucketBuffers:
         return self.run_buffer(run.in_place).narrow(0, at, run.copy.rows * run.copy.cols)
 
     def run_buffer(self, in_place: bool) -> Tensor:
-        """Return the bucket's 1-D buffer of this rank's runs: their input of Newton-Schulz and, later, their results.
+        """Return the bucket's 1-D buffer of this rank's runs: first their input of Newton-Schulz, then their results.
 
         Under CPU offload this is ``host``. Otherwise it is ``matrices`` for the elements that this rank keeps to
         orthogonalize them (``in_place``), and ``shard_side`` for the elements that it sends.
@@ -103,7 +103,7 @@ class BucketBuffers:
 
 
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
-    """Return the equally spaced rows of ``tensor`` that ``copy`` (:class:`GridCopy`) selects, joined to a 1-D tensor.
+    """Return the equally spaced rows of ``tensor`` that ``copy`` (:class:`GridCopy`) selects as one 1-D tensor.
 
     The result is a view of ``tensor`` if there is one row. Otherwise it is a copy in ``work``, under the key ``name``.
     ``copy.times`` is 1.
@@ -130,7 +130,10 @@ def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
 
 
 def packed_view(buffer: Tensor, copy: GridCopy) -> Tensor:
-    """Return the other end of ``copy``, in the 1-D ``buffer`` in which its rows have no gaps, in the same shape."""
+    """Return the rows of ``copy`` (:class:`GridCopy`) in ``buffer``, 1-D, where they follow each other without gaps.
+
+    The result is a view ``[times, rows, cols]``, as that of :func:`grid_view`.
+    """
     shape, strides = (copy.times, copy.rows, copy.cols), (copy.at_step, copy.cols, 1)
     return torch.as_strided(buffer[copy.at :], shape, strides)
 
@@ -151,7 +154,7 @@ class Staging:
     def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
         """Return a 1-D tensor in pinned host memory, large enough for all elements of ``bucket`` in this rank's shard.
 
-        ``slot``: index of the memory. Calls with the same index return the same memory, for one bucket after another.
+        ``slot``: index of the memory. Buckets with the same index use the same memory, one after another.
         """
         return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned)
 
@@ -238,13 +241,13 @@ class Exchange:
         all_maxima(values, self.group)
 
     def connect(self) -> None:
-        """Send one element from each rank to each other; a collective.
+        """Open the connections between the ranks of :attr:`group`: send one element from each to each; a collective.
 
-        A backend makes the connections of a group for all-to-all in the first one, for which NCCL takes gigabytes. So
-        call this before the first step, whose cache may hold that memory.
+        NCCL allocates gigabytes for them in the first all-to-all of a group. So call this before the first step, after
+        which torch's cache may occupy that memory.
 
         Raises:
-            ExchangeError: the first all-to-all failed, with the remedies if memory was short.
+            ExchangeError: the all-to-all failed. If memory was short, the message names remedies.
         """
         if self.group is None:
             return
@@ -258,10 +261,10 @@ class Exchange:
     # ---- buffers ------------------------------------------------------------------------------------------
 
     def allocate(self, plan: Plan, slots: int) -> list[Tensor]:
-        """Return the memory of a step: for each of ``slots``, a 1-D tensor for all buckets that use it in turn.
+        """Return the memory of a step: ``slots`` 1-D tensors. Buckets use each of them one after another.
 
-        All memory of a step is allocated before its first bucket: copies on other streams then wait once, for all
-        earlier uses of it.
+        Call this before the first bucket of a step: copies on other streams then wait only once for all earlier uses of
+        the memory.
         """
         # Buckets slot, slot + slots, slot + 2 * slots ... use a slot's memory.
         sizes = [sum(bucket.buffer_sizes) for bucket in plan.buckets]
@@ -301,7 +304,7 @@ class Exchange:
             self._start(buffers, back=False)
 
     def wait(self, buffers: BucketBuffers) -> None:
-        """Make the current stream wait for what :meth:`send` has started, and put what has arrived in place."""
+        """Make the current stream wait for what :meth:`send` has started, and move it into the bucket's matrices."""
         buffers.wait()
         if buffers.copied is not None:
             buffers.copied.wait()  # the current stream waits, not the host
@@ -322,13 +325,19 @@ class Exchange:
             buffers.copied = self.staging.copy(device, host)
 
     def wait_back(self, buffers: BucketBuffers) -> None:
-        """Make the current stream wait for what :meth:`send_back` has started; the host waits for copies to it, too."""
+        """Make the current stream wait for what :meth:`send_back` has started.
+
+        Under CPU offload, the host waits until the results are in its memory.
+        """
         buffers.wait()
         if buffers.copied is not None:
             buffers.copied.synchronize()
 
     def _start(self, buffers: BucketBuffers, back: bool) -> None:
-        """Start the bucket's collective: an all-to-all or, at ZeRO stage 0, an all-gather of the results."""
+        """Start the bucket's collective: an all-to-all or, at ZeRO stage 0, an all-gather of the results.
+
+        ``back``: whether it sends results back, and not matrices to their owners, which stage 0 does not need.
+        """
         # DeepSpeed's wrapper of torch.distributed, so that its comms_logger lists these calls as `muon_exchange`.
         from deepspeed import comm  # type: ignore[attr-defined]
 

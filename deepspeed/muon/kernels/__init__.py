@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that a step spends its time in. A kernel set is one implementation: plain PyTorch, C++ or Triton."""
+"""The kernels of an optimizer step. A kernel set is one implementation of them: plain PyTorch, C++ or Triton."""

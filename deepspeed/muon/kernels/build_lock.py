@@ -2,8 +2,8 @@
 """A lock that lets one process build an extension while others wait, at most ``GIVE_UP_AFTER`` seconds.
 
 The lock is ``flock``'s, which the operating system releases when the process ends. torch before 2.15 builds DeepSpeed's
-own extensions under another lock, a file (``FileBaton``) that a killed process leaves behind; :func:`wait_for_torch`
-names it.
+own extensions under another lock, a file (``FileBaton``) that a killed process leaves behind. :func:`wait_for_torch`
+logs the path of that file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def build_lock(path: Path) -> Iterator[bool]:
 
 
 def _take(file: IO[str], name: str) -> None:
-    """Wait until this process holds a lock on ``file``, for the extension ``name``. Closing the file releases it."""
+    """Wait until this process holds a lock on ``file``. Closing the file releases the lock.
+
+    ``name``: name of the extension to build, for messages. Raise TimeoutError after ``GIVE_UP_AFTER`` seconds.
+    """
     began, is_told = time.monotonic(), False
     while True:
         try:
@@ -114,7 +117,7 @@ def _tell_of_file(path: Path) -> None:
     name = path.parent.name
     is_built = bool(_compilers(name))
     _warn_once_per_machine(
-        "%s%s; waiting until its lock file %s is gone, which was created %s ago%s",
+        "%s%s; waiting until its lock file %s, created %s ago, is gone%s",
         _verdict(name),
         "" if is_built else ", so its build was probably killed",
         path,

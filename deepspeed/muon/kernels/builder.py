@@ -37,15 +37,15 @@ def cpu_capability() -> str:
 
 
 def capabilities_in_wheel() -> tuple[str, ...]:
-    """Return the capabilities that a wheel for this machine type has a module for.
+    """Return the keys of :data:`CAPABILITIES` for which a wheel for this machine type contains a compiled module.
 
-    For x86-64 they are its levels v3 and v4; older CPUs build a module at first use.
+    On x86-64 these are AVX2 and AVX512. CPUs without AVX2 build a module at first use.
     """
     return ("AVX2", "AVX512") if platform.machine() == "x86_64" else ("DEFAULT",)
 
 
 class MuonBuilder(CPUOpBuilder):
-    """The DeepSpeed op builder of Muon's C++ kernels for the CPU. With CPU offload, GPU machines use them, too.
+    """The DeepSpeed op builder of Muon's C++ kernels for the CPU. Runs with a GPU use them under CPU offload.
 
     ``capability``: the key of :data:`CAPABILITIES` to build for, by default that of this CPU.
     """
@@ -72,7 +72,7 @@ class MuonBuilder(CPUOpBuilder):
         return [str(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.cpp"))]
 
     def cxx_args(self) -> list[str]:
-        """Return the compiler flags, with the vector instructions of the capability, not ``-march=native``."""
+        """Return the compiler flags, which allow only the vector instructions of ``self.capability``."""
         # Machines of one capability share a build, and -march=native may use instructions that some of them lack.
         # Without contraction, bits do not depend on how a loop is compiled. The linker does not get -fopenmp, because
         # the threads must be those of torch's own copy of the library.
@@ -100,10 +100,12 @@ class MuonBuilder(CPUOpBuilder):
         return False
 
     def load(self, verbose: bool = False) -> Any:
-        """Return the C++ module: of the wheel, or of an earlier start; if neither fits this torch and CPU, a new one.
+        """Return the C++ module: that of the installed wheel, or one that an earlier start has built.
+
+        Build a new one if neither exists for this torch and CPU.
 
         Raises:
-            Exception: of any type: there is no compiler, the build failed, or another process builds for too long.
+            Exception: of any type: there is no compiler, the build failed, or another process is building for too long.
         """
         if self.NAME not in self._loaded_ops:
             self._loaded_ops[self.NAME] = self._installed() or self._compiled(verbose)
@@ -142,9 +144,9 @@ class MuonBuilder(CPUOpBuilder):
     def _build(self, path: Path, has_flock: bool, verbose: bool) -> Any:
         """Build the module in a temporary folder, copy it to ``path``, and return it.
 
-        ``has_flock``: whether the file system of ``path`` has ``flock``. Then no other process builds there, and what
-        killed builds have left is deleted first. Otherwise torch, which locks the folder in which it builds, needs one
-        on this machine.
+        ``has_flock``: whether the file system of ``path`` has ``flock``. If so, the temporary folder is next to
+        ``path``, and the folders of killed builds are deleted first, because no other process builds there. Otherwise
+        it is the system's temporary folder, because torch, too, must be able to lock the folder in which it builds.
         """
         from torch.utils import cpp_extension
 
@@ -186,7 +188,7 @@ class MuonBuilder(CPUOpBuilder):
             return None
 
     def _installed(self) -> Any:
-        """Return the module of the installed wheel; ``None`` if the wheel has none, or one for another torch."""
+        """Return the module of the installed wheel; ``None`` if there is none, or if this torch cannot use it."""
         if importlib.util.find_spec(self.absolute_name()) is None:
             return None
         try:
@@ -201,7 +203,7 @@ class MuonBuilder(CPUOpBuilder):
 
 
 def _folder(parent: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder in ``parent`` or, if that is ``None``, on this machine."""
+    """Return a temporary folder in ``parent`` or, if that is ``None``, in the system's temporary folder."""
     return tempfile.TemporaryDirectory(prefix="build_", dir=parent, ignore_cleanup_errors=True)
 
 

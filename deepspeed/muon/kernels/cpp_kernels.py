@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The :class:`KernelSet` that run the C++ kernels for the CPU."""
+"""The :class:`KernelSet` whose operations are the C++ kernels for the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 
 
 class Apart(NamedTuple):
-    """A batch of symmetric bf16 matrices, ``rest + diagonal``.
+    """A batch of symmetric matrices in bf16, except that their diagonals are stored separately, in fp32.
 
     ``rest``: ``[batch, k, k]``, contiguous, bf16, with zeros on the diagonal. ``diagonal``: ``[batch, k]``, fp32.
     """
@@ -29,7 +29,7 @@ class Apart(NamedTuple):
 
 @functools.cache
 def operations() -> KernelSet:
-    """Return the C++ kernels for the CPU. The first call in a process loads them and, if necessary, builds them.
+    """Return the kernel set of the C++ kernels. The first call in a process loads and, if necessary, builds them.
 
     Raises:
         KernelError: there is no compiler, the build failed, or another process has been building for too long.
@@ -58,7 +58,7 @@ def _load() -> Any:
 
 
 def kernels_of(extension: Any) -> KernelSet:
-    """Return the functions of a built C++ module as :class:`KernelSet`.
+    """Return a :class:`KernelSet` that calls the functions of ``extension``, the compiled C++ module.
 
     Calls that the module does not support, such as those with GPU tensors, go to plain PyTorch.
     """

@@ -80,7 +80,7 @@ class Workspace:
 def matrices_together(x: Tensor, dtype: torch.dtype, smalls: int = 4) -> int:
     """Return how many matrices of ``x``, ``[batch, rows, cols]``, Newton-Schulz should process at a time.
 
-    ``dtype``: that of the products. ``smalls``: as for :func:`batch_limit`.
+    ``dtype``: dtype of the matrix products. ``smalls``: as for :func:`batch_limit`.
     """
     rows, cols = x.shape[-2:]
     return batch_limit(rows * cols, min(rows, cols), smalls, dtype.itemsize, is_accelerator(x.device))
@@ -89,11 +89,12 @@ def matrices_together(x: Tensor, dtype: torch.dtype, smalls: int = 4) -> int:
 def batch_limit(numel: int, small: int, smalls: int, itemsize: int, accelerator: bool) -> int:
     """Return how many matrices of ``numel`` elements Newton-Schulz should process at a time, at least one.
 
-    If ``accelerator``, :data:`BATCH_BYTES` limits their temporaries. On a CPU :data:`CACHED_BYTES` limits the matrices
-    with their temporaries, but not to fewer than torch has threads.
+    On an accelerator, :data:`BATCH_BYTES` limits the bytes of their temporaries. On a CPU, :data:`CACHED_BYTES` limits
+    the bytes of the matrices with their temporaries, but there are at least as many matrices as torch has threads.
 
-    ``small``: the number of rows of a Gram matrix. ``smalls``: the number of temporaries of its size that the method
-    needs. ``itemsize``: bytes of an element in the products.
+    ``small``: the number of rows of a Gram matrix. ``smalls``: the number of temporaries of the size of a Gram matrix;
+    on a CPU, four are assumed instead. ``itemsize``: bytes of an element in the products. ``accelerator``: whether the
+    device is not a CPU.
     """
     if accelerator:
         return max(1, BATCH_BYTES // max(1, itemsize * (numel + smalls * small * small)))  # with a second X
@@ -122,8 +123,9 @@ class Tiles(NamedTuple):
 class RunKernels:
     """The kernels that do ``advance`` and ``apply_`` for many runs (see :class:`Tiles`) of a flat shard in one launch.
 
-    ``fits(tensor)`` returns whether they support its device, dtype and layout. ``tiles``, ``advance_runs`` and
-    ``apply_runs_`` in this file describe the other fields. One launch for each run gives the same bits.
+    ``fits(tensor)`` returns whether they support the tensor's device, dtype and layout. The functions ``tiles``,
+    ``advance_runs`` and ``apply_runs_`` in this file describe the other fields. Results have the same bits as with one
+    launch for each run.
     """
 
     fits: Callable[[Tensor], bool]
@@ -148,7 +150,7 @@ class KernelSet:
     apply_: Callable[..., None]
     copy_rounded: Callable[..., None]
     normalize: Callable[..., Tensor]
-    #: Returns room for symmetric matrices, in the form that ``square``, ``product`` and ``multiply`` take.
+    #: Returns memory for symmetric matrices, in the form that ``square``, ``product`` and ``multiply`` take.
     symmetric: Callable[[str, Tensor, Workspace], Any]
     diagonal: Callable[[Any], Tensor]
     square: Callable[..., None]
@@ -223,9 +225,9 @@ def advance_codes(
 ) -> None:
     """Do the same as :func:`advance` for an int8 momentum: compute in fp32, and round ``codes`` stochastically.
 
-    ``codes`` begins at the start of a block. ``absmax`` is fp32, the largest magnitude of each block. Both are updated.
-    ``random_key`` and ``first`` select the random numbers; see :func:`deepspeed.muon.kernels.rounding.noise`.
-    Temporaries take up to 2.5 MiB on a CPU, 40 MiB elsewhere.
+    ``codes``: int8, from the start of a quantization block on. ``absmax``: fp32, the largest magnitude of each block.
+    Both are updated. ``random_key`` and ``first`` select the random numbers; see
+    :func:`deepspeed.muon.kernels.rounding.noise`. Temporaries take up to 2.5 MiB on a CPU, 40 MiB elsewhere.
     """
     for part in chunks(codes):
         numel, magnitudes = part.stop - part.start, absmax[part.start // BLOCK : block_count(part.stop)]
@@ -295,14 +297,14 @@ def copy_rounded(target: Tensor, source: Tensor, random_key: Key, first: int, wo
 def tiles(spans: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
     """Return :class:`Tiles` with one tile for each span, a contiguous piece of a flat shard.
 
-    ``spans``: for each, (start in the shard, start in ``out`` or ``update``, length), in elements. ``out`` is an
+    ``spans``: for each span (start in the shard, start in ``out`` or ``update``, length), in elements. ``out`` is an
     argument of :func:`advance_runs`, ``update`` of :func:`apply_runs_`.
     """
     return Tiles(torch.tensor(spans, dtype=torch.int64, device=device), are_aligned=False)
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, beta: float, nesterov: bool) -> None:
-    """Call :func:`advance` on each tile of the shards ``buffer`` and ``grad``, and on its place in ``out``."""
+    """Call :func:`advance` on each tile of the shards ``buffer`` and ``grad``, and on the tile's place in ``out``."""
     for shard, other, length in tiles.table.tolist():
         part = slice(shard, shard + length)
         advance(buffer[part], grad[part], out[other : other + length], beta, nesterov, Workspace())
@@ -311,7 +313,7 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, beta: 
 def apply_runs_(
     weights: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Call :func:`apply_` on each tile of the shard ``weights``; ``tiles`` says which part of ``update`` to apply."""
+    """Call :func:`apply_` on each tile of the shard ``weights``, with the part of ``update`` that the tile names."""
     for shard, other, length in tiles.table.tolist():
         part, result = weights[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
@@ -336,9 +338,9 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def near_one_(matrix: Tensor, dim: int) -> None:
-    """Divide a 2-D matrix, bf16 or fp32, in place by powers of two that bring its largest entries near one.
+    """Divide each row or column of a bf16 or fp32 matrix by a power of two that brings its largest entry near one.
 
-    ``dim``: 1 for one power for each row, 0 for one for each column.
+    ``dim``: 1 for rows, 0 for columns. ``matrix``: ``[rows, cols]``; changed in place.
     """
     largest = torch.linalg.vector_norm(matrix, torch.inf, dim=dim, keepdim=True).float()
     # The power of two at or below it, from the bits of fp32, because not every backend has frexp.
@@ -348,9 +350,10 @@ def near_one_(matrix: Tensor, dim: int) -> None:
 
 
 def symmetric(name: str, x: Tensor, work: Workspace) -> Tensor:
-    """Return room for ``X X^T`` of each matrix X in ``x``: ``[batch, rows, rows]`` for ``[batch, rows, cols]``.
+    """Return an uninitialized tensor for ``X X^T`` of each matrix X in ``x``.
 
-    It is not initialized. ``work`` owns the memory, which another call with the same ``name`` may reuse.
+    Its shape is ``[batch, rows, rows]`` if that of ``x`` is ``[batch, rows, cols]``. ``work`` owns the memory, which
+    another call with the same ``name`` may reuse.
     """
     return work.get(name, (x.size(0), x.size(-2), x.size(-2)), x.dtype, x.device)
 
@@ -409,7 +412,7 @@ TORCH = KernelSet(
     multiply=multiply,
 )
 
-#: The reference for the ``runs`` of other kernel sets, which it is tested against: it calls a kernel for each run.
+#: The reference with which the ``runs`` of other kernel sets are compared. It calls a kernel for each run.
 RUNS = RunKernels(fits=lambda tensor: True, tiles=tiles, advance=advance_runs, apply_=apply_runs_)
 
 

@@ -52,21 +52,24 @@ def noise(out: Tensor, spare: Tensor, random_key: Key, first: int) -> Tensor:
 
 
 def _mix(x: Tensor, spare: Tensor, shift: int, multiplier: int) -> None:
-    """Set ``x <- (x ^ x >> shift) multiplier`` modulo 2^32. ``x``: int32; ``spare``: int32, same shape, overwritten."""
+    """Set ``x`` to ``(x ^ (x >> shift)) * multiplier`` modulo 2^32, with a zero-filling shift.
+
+    ``x``: int32. ``spare``: int32, same shape; overwritten.
+    """
     torch.bitwise_right_shift(x, shift, out=spare)  # copies of the sign bit move in from the left; the mask drops them
     x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
 
 
 def signed(number: int) -> int:
-    """Return the signed 32-bit number equal to ``number`` modulo 2^32."""
+    """Return the number from -2^31 to 2^31 - 1 that is congruent to ``number`` modulo 2^32."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None:
-    """Round ``source`` stochastically to ``target``: to a bf16 neighbour, so that the expected value is the element.
+    """Round each element of ``source`` at random to one of its bf16 neighbours, and write it to ``target``.
 
-    Values that bf16 can represent stay as they are, infinities and quiet NaNs too. A finite value never becomes
-    infinite: one beyond bf16's largest value is rounded down to it.
+    The expected value is the element. Values that bf16 can represent do not change, nor do infinities and quiet NaNs. A
+    finite value never becomes infinite: beyond bf16's largest value it is rounded down to this value.
 
     ``target``: bf16. The others have the same shape and are overwritten: ``source``, fp32; ``noise``, int32, uniform
     from 0 to 2^16 - 1; ``spare``, int32.

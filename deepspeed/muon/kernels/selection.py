@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the kernels and the dtype of Newton-Schulz by the devices of a training run; all ranks use the same."""
+"""Choose the kernels and the dtype of Newton-Schulz by the devices of a training run. All ranks use the same ones."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _is_usable(unavailable: Unavailable, device_type: str) -> bool:
 
 
 def choose(unavailable: Unavailable) -> KernelSet:
-    """Return the kernel set of the fastest usable kernels, given what :func:`unavailable_kernels` returned.
+    """Return a kernel set with the fastest usable kernels. Each call runs the kernel for the device of its tensors.
 
-    Each call of an operation runs the kernel for the device of its tensors.
+    ``unavailable``: what :func:`unavailable_kernels` returned.
     """
     kernels = cpp_kernels.operations() if _is_usable(unavailable, "cpu") else kernel_set.TORCH
     return triton_kernels.operations(kernels) if _is_usable(unavailable, "cuda") else kernels
@@ -51,9 +51,9 @@ def choose(unavailable: Unavailable) -> KernelSet:
 def fast_dtype(device_type: str, unavailable: Unavailable) -> str:
     """Return the dtype in which a device of this process runs Newton-Schulz if ``ns_dtype`` is ``auto``.
 
-    An accelerator takes fp16, which rounds eight times finer than bf16 at the same speed. A CPU takes bf16 if the C++
-    kernels multiply it faster than fp32. Everything else takes fp32. ``unavailable``: what :func:`unavailable_kernels`
-    returned.
+    An accelerator that supports fp16 takes it, because it rounds eight times finer than bf16 at the same speed. A CPU
+    takes bf16 if the C++ kernels multiply it faster than fp32. Everything else takes fp32. ``unavailable``: what
+    :func:`unavailable_kernels` returned.
     """
     # By a rule and not by timing: two starts of one config on one machine have the same bits.
     if device_type == "cpu":

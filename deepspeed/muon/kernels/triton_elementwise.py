@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs
-"""The elementwise kernels of a step in Triton: each reads and writes every element once.
+"""Triton kernels of a step: elementwise ones, which read and write every element once, and the normalization.
 
 The functions do the same as those of the same names in :mod:`deepspeed.muon.kernels.kernel_set`, for contiguous tensors
 on one device. Sums of products are explicit fused multiply-adds, so that bits do not depend on what a compiler fuses.
@@ -160,7 +160,7 @@ def advance_codes_kernel(
     NESTEROV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Update ``ROWS`` blocks of the int8 momentum, and write the input of Newton-Schulz.
+    """Update ``ROWS`` quantization blocks of the int8 momentum, and write the input of Newton-Schulz.
 
     ``rate``, ``first_key``, ``second_key``: see :func:`advance_kernel`.
     """
@@ -231,7 +231,11 @@ def _power(exponent):
 
 @triton.jit
 def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
-    """For one part of a matrix, store e, the :func:`_exponent` of its largest entry, and its sum of squares / 4^e."""
+    """Store two numbers for one part of a matrix: e, and the sum of the squares of its entries divided by 4^e.
+
+    e: the :func:`_exponent` of the part's largest entry. ``numel``: number of elements of a matrix. ``parts``: number
+    of parts of a matrix.
+    """
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
     x = tl.load(x_ptr + matrix * numel + at, mask, other=0.0).to(tl.float32)
@@ -247,7 +251,7 @@ def norm_kernel(exponent_ptr, sum_ptr, norm_ptr, parts, scale, BLOCK: tl.constex
     """Store the two numbers with which :func:`divide_kernel` normalizes a matrix: 2^-e and ``scale`` norm / 2^e.
 
     e: the largest exponent that :func:`sum_kernel` stored for the matrix. norm: the matrix's Frobenius norm.
-    ``scale``: 1 / norm of the result. The second number is 1 for a zero matrix.
+    ``scale``: 1 / the norm that the result shall have. The second number is 1 for a zero matrix.
     """
     matrix = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), -126, tl.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The :class:`KernelSet` that run Triton kernels on GPUs. The module imports without Triton."""
+"""The :class:`KernelSet` whose operations run Triton kernels on GPUs. The module imports without Triton."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def why_wrong(build: Callable[[], KernelSet]) -> str | None:
 
 
 def _results(kernels: KernelSet) -> dict[str, Tensor]:
-    """Run every elementwise kernel of ``kernels`` on random input, and return {name: result in fp32}."""
+    """Run every operation of ``kernels`` except matrix products on random input; return {operation: result in fp32}."""
     work, results = Workspace(), {}
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float32, device="cpu").to(DEVICE)
@@ -91,7 +91,7 @@ def _results(kernels: KernelSet) -> dict[str, Tensor]:
 
 
 def operations(other: KernelSet) -> KernelSet:
-    """Return the Triton kernels. Calls that they do not support go to those of the kernel set ``other``.
+    """Return a kernel set of Triton kernels that passes calls which these do not support to the kernel set ``other``.
 
     Examples are calls with tensors that are not on a GPU or have other dtypes, and all matrix products.
 
@@ -126,7 +126,11 @@ def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback:
 
 
 def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
-    """Return a check for :func:`_either`: the first tensor has one of ``dtypes``, all are contiguous and on one GPU."""
+    """Return a function that returns whether a Triton kernel supports its arguments, for :func:`_either`.
+
+    The first tensor among them must have one of ``dtypes``, the others one of ``dtypes`` or :data:`FLOATS`. All must be
+    contiguous and on one GPU.
+    """
 
     def supports(*args: Any) -> bool:
         first, *others = (arg for arg in args if isinstance(arg, Tensor))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of a step. Nothing in it knows of ranks or shards."""
+"""The mathematics of an optimizer step, without any notion of ranks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW for the parameters that Muon does not train: torch's, fused if the device supports it, on ZeRO's shards."""
+"""AdamW for the parameters that Muon does not train: torch's functions, fused where supported, on ZeRO's shards."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.math.momentum_storage import Fragment, State
 from deepspeed.muon.math.wide_arithmetic import in_fp32
 
-#: Key of a group: parameter name -> the step of its tensor before which the parameter's moments were zero. A tensor of
-#: ZeRO holds many parameters and counts its steps once; parameters without an entry have made them all.
+#: Key of a parameter group whose value is {name of a parameter: number of its tensor's steps that it has not made}. One
+#: tensor of ZeRO holds many parameters and has one step count. A parameter without an entry has made all these steps.
 STARTED = "started_at"
 
 
 def step(tensors: Sequence[Tensor], states: Sequence[State], group: Mapping[str, Any], decoupled: bool) -> None:
     """Make one step of AdamW (``decoupled``) or of Adam with an L2 term, and update weights and states in place.
 
-    All ``tensors`` must have a gradient. ``states``: the AdamW state of each tensor. ``group``: the
-    parameter group with its settings, such as ``lr``.
+    All ``tensors`` must have a gradient. ``states``: the AdamW state of each tensor. ``group``: the parameter group
+    with its settings, such as ``lr``.
     """
     grads = [p.grad for p in tensors if p.grad is not None]
     means, squares, step_counts = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
@@ -34,10 +34,10 @@ def step(tensors: Sequence[Tensor], states: Sequence[State], group: Mapping[str,
 
 
 def steps_before_start(group: Mapping[str, Any], fragment: Fragment) -> int:
-    """Return how many fewer steps a parameter has made than its tensor counts: 100 if it was frozen for 100 steps.
+    """Return how many of its tensor's steps a parameter has not made: 100 if it was frozen for 100 steps.
 
-    ``group``: the parameter group, which stores these numbers (:data:`STARTED`); without an entry, the number is 0.
-    ``fragment``: any part of the parameter.
+    ``group``: the parameter group, which stores these numbers under :data:`STARTED`. For a parameter that is not listed
+    there, return 0. ``fragment``: any part of the parameter.
     """
     return group.get(STARTED, {}).get(fragment.name.partition("@")[0], 0)
 
@@ -71,7 +71,7 @@ def step_in_bf16(
 ) -> None:
     """Make one step of AdamW or Adam in fp32 for a contiguous bf16 tensor; round weights and moments stochastically.
 
-    ``kernels`` do the rounding. ``work`` allocates fp32 copies. Other arguments: see :func:`step_by_parameter`.
+    ``kernels`` round. ``work`` allocates the fp32 copies. The other arguments are those of :func:`step_by_parameter`.
     """
     assert tensor.grad is not None
     grad, done = tensor.grad.reshape(-1), float(state["step"])

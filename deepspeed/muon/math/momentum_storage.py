@@ -20,10 +20,11 @@ State = dict[str, Any]
 
 
 class Fragment(NamedTuple):
-    """A contiguous part of a parameter inside a tensor that may hold many, such as ZeRO's flat partition.
+    """A contiguous part of a parameter inside a tensor that may hold many parameters, such as ZeRO's flat partition.
 
-    ``name``: name of the parameter. ``first``: index of the part's first element in the flattened parameter.
-    ``position``: index of the same element in the tensor. ``numel``: number of elements.
+    ``name``: name of the parameter; under tensor parallelism with the tensor-parallel rank, as in ``fc.weight@1``.
+    ``first``: index of the part's first element in the flattened parameter. ``position``: index of the same element in
+    the tensor. ``numel``: number of elements.
     """
 
     name: str
@@ -33,7 +34,10 @@ class Fragment(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A piece of a matrix in a flat tensor: ``rows`` rows of ``cols`` elements, each ``pitch`` after the one before."""
+    """A piece of a matrix in a flat tensor: ``rows`` rows of ``cols`` contiguous elements.
+
+    The first row begins at index ``start``, each other row ``pitch`` elements after the row before it.
+    """
 
     start: int
     rows: int
@@ -46,7 +50,7 @@ class Rows(NamedTuple):
         return self.rows * self.cols
 
     def of(self, tensor: Tensor, first: int = 0) -> Tensor:
-        """Return the piece as a view ``[rows, cols]``; ``tensor`` begins with the flat tensor's element ``first``."""
+        """Return the piece as a view ``[rows, cols]`` of ``tensor``, the flat tensor from its element ``first`` on."""
         return torch.as_strided(tensor.reshape(-1)[self.start - first :], (self.rows, self.cols), (self.pitch, 1))
 
 
@@ -65,7 +69,7 @@ class Blocks:
         self.count = ends[-1]
 
     def absmax(self, state: State, start: int) -> Tensor:
-        """Return a view of the stored scale (largest magnitude, fp32) of each block in the piece at ``start``."""
+        """Return a view of the scales (largest magnitudes, fp32) of the blocks in the piece from ``start`` on."""
         return state[ABSMAX][self._blocks[start]]
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
@@ -75,7 +79,7 @@ class Blocks:
     def read_into(self, out: Tensor, state: State, start: int = 0) -> Tensor:
         """Write the momentum of the tensor's elements from index ``start`` on to ``out``, and return ``out``.
 
-        ``out``: fp32, 1-D, for all elements of a piece or none. Its entries for padding do not change.
+        ``out``: fp32, 1-D. These elements must not begin or end within a piece. Entries for padding do not change.
         """
         for piece in self._within(start, start + out.numel()):
             codes, absmax = piece.of(state[CODES]).reshape(-1), self.absmax(state, piece.start)
@@ -88,9 +92,9 @@ class Blocks:
         return out
 
     def write(self, state: State, start: int, momentum: Tensor) -> None:
-        """Quantize ``momentum``, 1-D, and store it as that of the tensor's elements from index ``start`` on.
+        """Quantize ``momentum``, 1-D, to nearest, and store it for the tensor's elements from index ``start`` on.
 
-        It is rounded to nearest, and must contain all elements of a piece or none.
+        These elements must not begin or end within a piece.
         """
         for piece in self._within(start, start + momentum.numel()):
             given, absmax = piece.of(momentum, start).reshape(-1), self.absmax(state, piece.start)

@@ -105,8 +105,8 @@ MAX_SHIFT, STEPS_AHEAD = 0.06, 3
 class Rounding(NamedTuple):
     """The rounding error of a Gram matrix in one dtype, as :func:`segments` assumes it.
 
-    An eigenvalue r is off by ``error * max(r, least)``. ``longest``: largest number of steps without a restart, which
-    computes the Gram matrix again.
+    An eigenvalue r is off by ``error * max(r, least)``. ``longest``: largest number of steps between two restarts. A
+    restart computes the Gram matrix again.
     """
 
     error: float
@@ -140,9 +140,9 @@ def segments(schedule: Schedule, dtype: str) -> tuple[int, ...]:
 
 
 def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) -> float:
-    """Return how far rounding can move singular values in some steps without a restart; huge or NaN if they diverge.
+    """Return how far rounding can move a singular value in ``length`` steps without a restart, from step ``first`` on.
 
-    ``first``, ``length``: index of the first of these steps, and their number.
+    The result is huge or NaN if singular values diverge.
     """
     composed, after = schedule[first : first + length], schedule[first + length : first + length + STEPS_AHEAD]
     worst = 0.0
@@ -202,7 +202,7 @@ class Products(NamedTuple):
 
 
 def products(schedule: Schedule, method: str, dtype: str) -> Products:
-    """Return how many matrix products of each kind Newton-Schulz takes.
+    """Return how many matrix products of each kind Newton-Schulz takes for one matrix.
 
     ``method``: ``standard`` or ``gram``. ``dtype``: dtype of the products, a key of :data:`DTYPES`, which decides when
     ``gram`` restarts.
@@ -218,9 +218,10 @@ def products(schedule: Schedule, method: str, dtype: str) -> Products:
 
 
 def flops(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, symmetric: float = 1.0) -> int:
-    """Return the number of floating-point operations that it takes to orthogonalize a matrix once.
+    """Return the number of floating-point operations that it takes to orthogonalize a rows x cols matrix.
 
-    ``symmetric``: the fraction of a symmetric product that kernels compute: 1, or about 0.5 for one triangle.
+    ``symmetric``: the fraction of a product that kernels compute if its result is symmetric: 1, or about 0.5 for one
+    triangle. The other arguments are those of :func:`products`.
 
     Example: with the schedule ``simple``, an m x n matrix with m <= n takes 20 m^2 n + 10 m^3 operations by
     ``standard``, and by ``gram`` 12 m^2 n + 22 m^3 in bf16 or 8 m^2 n + 28 m^3 in fp16 and fp32.
@@ -231,9 +232,10 @@ def flops(rows: int, cols: int, schedule: Schedule, method: str, dtype: str, sym
 
 
 def method_of(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: str) -> str:
-    """Return the method for matrices of one shape: ``ns_method`` or, if that is ``auto``, the one of fewer operations.
+    """Return the method for rows x cols matrices: ``ns_method`` or, if that is ``auto``, the one with fewer operations.
 
-    ``dtype``: dtype of the matrix products, a key of :data:`DTYPES`.
+    If the numbers of operations differ by less than 3 %, ``auto`` means ``standard``. ``dtype``: dtype of the matrix
+    products, a key of :data:`DTYPES`.
     """
     if ns_method != "auto":
         return ns_method
@@ -242,10 +244,11 @@ def method_of(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: s
 
 
 def exact_method(ns_method: str, dtype: str, keeps_diagonals: bool) -> str:
-    """Return ``ns_method``, or ``standard`` in place of ``auto`` in bf16 unless ``keeps_diagonals``.
+    """Return ``ns_method``, but ``standard`` instead of ``auto`` where ``gram`` is not exact enough.
 
-    If the kernels do not keep diagonals in fp32, small matrices are rounded to bf16 with their diagonals, and ``gram``
-    has up to four times the error of ``standard``. ``keeps_diagonals``: as in :class:`KernelSet`, on a CPU.
+    That is in bf16 without ``keeps_diagonals``: then the diagonals of Gram matrices are rounded to bf16, too, and
+    ``gram`` has up to four times the error of ``standard``. ``keeps_diagonals``: whether the products run on a CPU with
+    a :class:`KernelSet` that keeps these diagonals in fp32. ``dtype``: dtype of the products.
     """
     return "standard" if (ns_method, dtype) == ("auto", "bf16") and not keeps_diagonals else ns_method
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update rules beyond plain Muon, the factor of an update by its matrix's shape, and schedules of momentum and decay.
+"""Update rules beyond plain Muon, the factor that scales an update, and schedules of momentum and weight decay.
 
 The rules are pure functions of one matrix ``[rows, cols]``, applied before and after Newton-Schulz. ``axis`` is the
 axis along which the outputs lie: 0 for the weight ``[out, in]`` of ``nn.Linear``, 1 for the weight ``[in, out]`` of
@@ -27,7 +27,7 @@ EPS = 1e-10
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule: what an owner does to a whole matrix before and after Newton-Schulz.
+    """An update rule: what a matrix's owner, the rank that orthogonalizes it, does before and after Newton-Schulz.
 
     A subclass is one entry of :data:`RULES`. Its fields are keys of ``optimizer.params``, such as ``normuon_beta2``.
 
@@ -64,13 +64,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class MuonEq(Rule):
-    """MuonEq, see :func:`equalize`. ``muon_eq``: which norms become equal, a key of :data:`SIDES`."""
+    """The rule MuonEq, see :func:`equalize`. ``muon_eq``: whose norms become equal, a key of :data:`SIDES`."""
 
     KEY = "muon_eq"
     muon_eq: str = "rows"
 
     def before(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
-        """Make the norms of ``x`` equal."""
+        """Scale ``x`` so that the weights of each output, or those of each input, have norm 1."""
         side = axis ^ SIDES[self.muon_eq]
         # Squares of gradients may leave fp32's range: use fp64 or, without it, first bring entries near one.
         if has_fp64(x.device):
@@ -85,7 +85,7 @@ class MuonEq(Rule):
 
 @dataclass(frozen=True)
 class MuonPlus(Rule):
-    """Muon+, see :func:`snap_norm`."""
+    """The rule Muon+, see :func:`snap_norm`."""
 
     KEY = "muon_plus"
     NEEDS_AXIS = False
@@ -100,14 +100,14 @@ class MuonPlus(Rule):
 
 @dataclass(frozen=True)
 class NorMuon(Rule):
-    """NorMuon, see :func:`normuon`. ``normuon_beta2``: decay of the second moments per step."""
+    """The rule NorMuon, see :func:`normuon`. ``normuon_beta2``: factor by which second moments decay per step."""
 
     KEY = "normuon"
     STATE = {"second_moments": lambda shape, axis: (shape[axis],)}
     normuon_beta2: float = 0.95
 
     def after(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
-        """Divide each output of ``x`` by the root of its second moment."""
+        """Divide the elements of each output of ``x`` by the root of the output's second moment."""
         normuon(x, axis, state["second_moments"], self.normuon_beta2, work)
 
     def __str__(self) -> str:
@@ -122,18 +122,21 @@ OPTIONS["momentum_start"] = ("momentum_warmup_steps",)
 
 
 def is_on(config: Any, key: str) -> bool:
-    """Return whether ``config`` (:class:`MuonConfig`) turns on the rule or schedule of ``key``."""
+    """Return whether ``config`` (:class:`MuonConfig`) turns on the update rule or schedule that ``key`` controls."""
     value = getattr(config, key)
     return value is not None and value is not False and value != "none"
 
 
 def rules_of(config: Any) -> tuple[Rule, ...]:
-    """Return the rules that ``config`` (:class:`MuonConfig`) turns on; none for plain Muon."""
+    """Return the update rules that ``config`` (:class:`MuonConfig`) turns on; an empty tuple for plain Muon."""
     return tuple(rule for kind in RULES if (rule := kind.of(config)) is not None)
 
 
 def state_shapes(rules: Iterable[Rule], shape: tuple[int, ...], axis: int) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the state that ``rules`` keep for a matrix of this shape; ``axis``: of its outputs."""
+    """Return {name: shape} of the state that ``rules`` keep for a matrix of ``shape``, (rows, columns).
+
+    ``axis``: the axis along which the matrix's outputs lie.
+    """
     return {name: shape_of(shape, axis) for rule in rules for name, shape_of in rule.STATE.items()}
 
 
@@ -173,7 +176,7 @@ def normuon(x: Tensor, axis: int, second_moment: Tensor, beta2: float, work: Wor
         x: the orthogonalized matrix, ``[rows, cols]``; changed in place.
         axis: 0 if ``x`` is ``[out, in]``, 1 if it is ``[in, out]``.
         second_moment: fp32 ``[outputs]``, zeros at first; updated in place.
-        beta2: decay of the second moment per step.
+        beta2: factor by which the second moment decays per step.
     """
     squares = sums_of_squares(x, axis, work)
     total, mean = squares.sum(), second_moment.view(squares.shape)

@@ -21,7 +21,7 @@ CPU_CHUNK = 2**18
 
 
 def widened(x: Tensor, work: Workspace, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (view, copy) for each chunk of rows of ``x``, ``[rows, cols]``; the copy has ``dtype``.
+    """Yield (view, copy in ``dtype``) for each chunk of rows of ``x``, ``[rows, cols]``.
 
     ``work`` allocates the copies. Each copy overwrites the one before. The caller may write results to the view.
     """
@@ -60,7 +60,7 @@ def in_fp32(
     Args:
         tensors: bf16, 1-D, of equal length.
         random_keys: the key of each tensor's random numbers, from :func:`deepspeed.muon.kernels.rounding.key_of`.
-        first: index of the random number for the first element of each tensor.
+        first: index of the random number for the first element of each tensor; the next element takes the next number.
         kernels: the kernels that round.
         work: allocates the copies.
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model says: which parameters go to Muon, which matrices they hold, and their parameter groups."""
+"""Find which of a model's parameters Muon updates and which matrices they hold, and build the parameter groups."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules and pipelines say about their weights: heads, fused projections, and parameters that AdamW updates.
+"""Decide how to split attention projections and fused weights, and find the embeddings and head of a pipeline stage.
 
-The outputs of a projection must be exactly heads x width. One matrix per head is "Muon Split" of GLM-5's report. A
-fused weight holds several projections, each of which is a matrix. A pipeline stage names its layers by number, so its
-output head is found by its place.
+An attention projection is split into one matrix per head ("Muon Split" of GLM-5's report) only if its outputs are
+exactly heads x width. A fused weight is split into the projections that it holds. A pipeline stage names its layers by
+number, so its output head is found by its place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ KEYS = frozenset({"k_proj", "key", "wk", "k_lin", "k"})
 VALUES = frozenset({"v_proj", "value", "wv", "v_lin", "v"})
 #: Names of weights with queries, keys and values: whatever their order, the outputs of one head are adjacent.
 FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "wqkv", "qkv", "in_proj_weight", "in_proj_qkv"})
-#: Names of such weights in linear attention: for each key head its query, its key, its values and their gates.
+#: Names of fused weights in linear attention that hold, for each key head, its query, its key, its values and their
+#: gates.
 FUSED_WITH_GATES = frozenset({"in_proj_qkvz"})
-#: Names of the up-projection of keys and values in multi-head latent attention: per head, first its key, then value.
+#: Names of the up-projection of keys and values in multi-head latent attention: for each head its key, then its value.
 LATENT = frozenset({"kv_b_proj"})
 #: Prefixes of attention classes whose query projection holds, for each head, its query and an output gate.
 GATED_CLASSES = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
@@ -46,15 +47,15 @@ _NAMES_IN_LINEAR = {
     "value_heads": _VALUES,
 }
 _SIZES = ("hidden_size", "n_embd", "embed_dim", "d_model", "dim")
-#: Attributes that only linear attention has: of its decay and of its convolution.
+#: Attributes that only linear attention has: its decay and its convolution.
 _LINEAR = ("A_log", "dt_bias", "conv1d", "q_conv1d", "q_conv")
 
 
 class Heads(NamedTuple):
     """The numbers of heads of an attention module, and their widths (outputs of one head); 0 means unknown.
 
-    ``query_heads``, ``key_heads``: number of query heads and of key-value heads. ``width``: that of a query or key
-    head. ``nope_width``, ``rope_width``: in latent attention, the widths of a query's parts without and with rotary
+    ``query_heads``, ``key_heads``: number of query heads and of key-value heads. ``width``: width of a query or
+    key head. ``nope_width``, ``rope_width``: in latent attention, the widths of a query's parts without and with rotary
     position. ``value_width``: width of a value head; 0 means ``width``. ``value_heads``: number of value heads in
     linear attention; 0 means ``key_heads``.
     """
@@ -79,7 +80,7 @@ def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
     """Return the numbers and widths of an attention module's heads; ``None`` if the number of heads is unknown.
 
     The module's attributes take precedence. Missing numbers come from the module's config or, without one, the model's.
-    A config with another number of query heads than the module is ignored. For linear attention every config is
+    A config is ignored if its number of query heads differs from the module's. For linear attention every config is
     ignored, because it describes the model's softmax attention.
     """
     config = None if is_linear_attention(attention) else _config_of(attention) or _config_of(model)
@@ -104,7 +105,7 @@ def is_linear_attention(attention: nn.Module) -> bool:
 
 
 def _config_of(module: nn.Module) -> Any:
-    """Return the module's config, or its text config if the model is multimodal; ``None`` if it has none or several."""
+    """Return the module's config, or its text config if it is multimodal; ``None`` without one, or with several."""
     config = getattr(module, "config", None)
     get = getattr(config, "get_text_config", None)
     try:
@@ -164,7 +165,10 @@ def cut_by_head(leaf: str, outputs: int, axis: int, heads: Heads, gated: bool = 
 
 
 def _candidates(leaf: str, heads: Heads, outputs: int, per_query: int) -> Iterator[tuple[int, ...]]:
-    """Yield the widths of the matrices in each possible split: ``(64, 64)``. ``per_query``: matrices per query head."""
+    """Yield the widths of the matrices in each possible split, such as ``(64, 64)``.
+
+    ``per_query``: matrices per query head, 2 with gates. The other arguments are those of :func:`cut_by_head`.
+    """
     if leaf in LATENT:
         yield (heads.nope_width, heads.value_width) * heads.query_heads
     elif leaf in QUERIES:
@@ -278,12 +282,18 @@ def _by_head(name: str, outputs: int, axis: int, heads: Heads) -> tuple[Cut, str
 
 
 def _gate_and_up(name: str, shape: Sequence[int], owner: nn.Module) -> Cut:
-    """Return how to split a fused weight into gate and up; the shape of ``owner``'s down projection tells the axis."""
+    """Return how to split a fused weight into gate and up, along the axis that fits ``owner``'s down projection.
+
+    Raise ValueError if the order of gate and up, or the axis, is unknown.
+    """
     if getattr(owner, "is_concatenated", True) is False or is_a(owner, ALTERNATING_CLASSES):
         raise ValueError(f"gate and up are interleaved output by output in {name}, so they cannot be split")
     axis = _gate_up_axis(shape, _shape_of(owner, name.replace("gate_up", "down")))
     if axis is None:
-        raise ValueError(f"there is no down projection next to {name} with a shape that fits a weight of gate and up")
+        raise ValueError(
+            f"the weight {name} looks like a fused gate and up projection, but no down projection of a fitting shape "
+            "lies next to it, so the axis to split is unknown; see muon_split"
+        )
     return Cut((shape[axis] // 2,) * 2, axis)
 
 
@@ -314,7 +324,10 @@ def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
 
 
 def _gate_up_axis(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
-    """Return the axis along which a weight joins gate and up; ``None`` if the down projection's shape does not fit."""
+    """Return the axis to split so that gate and up result; ``None`` if the down projection's shape does not fit.
+
+    ``gate_up``, ``down``: (rows, columns) of the fused weight and of the down projection; ``()`` if missing.
+    """
     if len(gate_up) < 2 or len(down) < 2:
         return None
     rows, cols = gate_up
@@ -331,7 +344,7 @@ def _misfit(name: str, outputs: int, projections: str = QKV) -> ValueError:
 
 
 def is_pipeline(model: nn.Module) -> bool:
-    """Return whether the model is one stage of a DeepSpeed pipeline (PipelineModule), possibly the only stage."""
+    """Return whether ``model`` is a stage of a DeepSpeed pipeline (``PipelineModule``), which may be the only stage."""
     return callable(getattr(model, "num_pipeline_stages", None))
 
 
@@ -348,7 +361,7 @@ def stages_of(model: nn.Module) -> int:
 def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return {parameter: reason} for a pipeline stage's embeddings and output head, which AdamW updates.
 
-    These are the parameters of tied layers, and the matrix of the pipeline's last layer if it has only one.
+    These are the parameters of tied layers, and the matrix of the pipeline's last layer if that layer has only one.
     """
     if not is_pipeline(model):
         return {}
@@ -364,6 +377,6 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the model's tied parameters that other pipeline stages also have. All copies must get equal updates."""
+    """Return those tied parameters of ``model`` that other pipeline stages have, too. All need equal updates."""
     ties = model.tied_comms.values() if is_pipeline(model) else ()  # type: ignore[union-attr,operator]
     return {param for tie in ties if len(tie["ranks"]) > 1 for param in tie["module"].parameters()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find a model's output heads: the linear layers whose outputs no other layer takes as inputs.
 
-What the model says comes first: the output layer that it returns, and how many labels, classes and tokens it knows.
-Next comes a layer's place: outside of repeated blocks, with a number of outputs that no other layer takes as inputs.
-Names come last. The forward pass is not traced, because its inputs are unknown when the optimizer is built.
+The first evidence is what the model declares: its output layer, and its numbers of labels, classes and tokens. The
+second is a layer's place: outside of repeated blocks, with a number of outputs that no other layer takes as inputs. The
+last is its name. The forward pass is not traced, because its inputs are unknown when the optimizer is built.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ _IN_BLOCK = re.compile(r"(^|\.)\d+\.(.*\.)?[^\d.]")
 #: Into how many equal parts a model may split a layer's outputs, each of which another layer takes: gate and up;
 #: queries, keys and values; two or six numbers for modulation.
 PARTS = (1, 2, 3, 6)
-#: Classes of transformers with a task, of which those without a body of their own may have heads anywhere.
+#: Names of transformers' classes for a task, such as BertForMaskedLM. Without a module for its body, such a model may
+#: have heads anywhere.
 _TASK_CLASS = re.compile(r"For[A-Z]")
 
 
 class Layer(NamedTuple):
     """A linear layer or convolution, at one place in the model, whose weight may be an output head.
 
-    ``is_in_body``: whether it is in the body of a transformers model, which has no heads; ``None`` in other models.
-    ``is_in_block``: whether it is in a block that is repeated, such as ``layers.0.mlp``.
+    ``is_in_body``: whether it is in the body of a transformers model (its base model, which has no heads); ``None`` if
+    there is no known body. ``is_in_block``: whether it is in a block that is repeated, such as ``layers.0.mlp``.
     """
 
     param: nn.Parameter
@@ -70,7 +71,11 @@ class Layer(NamedTuple):
 
 
 class OutputHeads(NamedTuple):
-    """``reasons``: each output head, and why it is one. ``uncertain``: of which weights only the place tells."""
+    """The result of :func:`find_output_heads`.
+
+    ``reasons``: {weight of an output head: why it is one}. ``uncertain``: weights for which only their place in the
+    model tells whether they are heads. Those taken for heads are in ``reasons``, too.
+    """
 
     reasons: dict[nn.Parameter, str]
     uncertain: frozenset[nn.Parameter]
@@ -81,7 +86,7 @@ def find_output_heads(
 ) -> OutputHeads:
     """Find the output heads of ``model``.
 
-    Of a pipeline stage only names and the pipeline's own layout count, because the rest of the model is elsewhere.
+    In a pipeline stage, a layer's place among the other layers is not used, because most of the model is elsewhere.
 
     Args:
         uses: each parameter of the model -> the places that use it.
@@ -96,7 +101,7 @@ def find_output_heads(
     taken = Counter(width for param, found in candidates.items() for width in _taken_inputs(param, found))
 
     def is_end(layer: Layer) -> bool:
-        """Return whether no layer takes the outputs of a layer that may be a head, not even in parts."""
+        """Return whether a layer is where a head may be, and no other layer takes its outputs, not even in parts."""
         # A layer may take the outputs of a convolution as a flattened image, so for convolutions the name counts too.
         is_hidden = not layer.is_linear and not _WORDS.search(layer.path)
         if not _has_place(layer) or is_hidden or is_projection(layer.path.rpartition(".")[2]):
@@ -110,12 +115,12 @@ def find_output_heads(
 
 
 def _has_place(layer: Layer) -> bool:
-    """Return whether a layer is where heads are: outside of a transformers model's body, or of repeated blocks."""
+    """Return whether a layer is outside of a transformers model's body, or outside of repeated blocks, as heads are."""
     return layer.is_in_body is False or not layer.is_in_block
 
 
 def _in_module_order(model: nn.Module, uses: Mapping[nn.Parameter, Sequence[Use]]) -> list[Layer]:
-    """Return the layers whose weights are in ``uses``, in the order of the model's modules, which tied weights lose."""
+    """Return the layers whose weights are in ``uses``, in the order of the model's modules."""
     order = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     bodies = _bodies(model)
     numbered = [
@@ -125,7 +130,7 @@ def _in_module_order(model: nn.Module, uses: Mapping[nn.Parameter, Sequence[Use]
 
 
 def _layer(param: nn.Parameter, use: Use, bodies: Mapping[str, str | None]) -> Layer | None:
-    """Return the linear layer or convolution that uses ``param`` as its weight; ``None`` for any other module."""
+    """Return the linear layer or convolution at ``use`` whose weight is ``param``; ``None`` for another module."""
     shape, module = whole_shape(param), use.module
     if is_convolution(module) and len(shape) > 2:
         outputs, inputs = shape[0], shape[1] * module.groups
@@ -139,7 +144,11 @@ def _layer(param: nn.Parameter, use: Use, bodies: Mapping[str, str | None]) -> L
 
 
 def _taken_inputs(param: nn.Parameter, uses: Sequence[Use]) -> Iterator[int]:
-    """Yield the numbers of inputs that a parameter's layers may take: an embedding none, a norm one for each weight."""
+    """Yield the number of inputs of each layer that uses ``param``.
+
+    Embeddings and biases yield nothing. Other parameters, such as a norm's, yield those of their last two sizes that
+    are above 1.
+    """
     layers = [layer for use in uses if (layer := _layer(param, use, {})) is not None]
     if layers:
         yield from (layer.inputs for layer in layers)
@@ -148,7 +157,7 @@ def _taken_inputs(param: nn.Parameter, uses: Sequence[Use]) -> Iterator[int]:
 
 
 def _returned(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Parameter, str]:
-    """Return {weight: reason} for the output layers that the model, or a model inside of it, returns by a method."""
+    """Return {weight: reason} for the output layers that methods in :data:`GETTERS` of the model's modules return."""
     reasons: dict[nn.Parameter, str] = {}
     for module in model.modules():
         for name in GETTERS:
@@ -168,7 +177,7 @@ def _returned(model: nn.Module, layers: Sequence[Layer]) -> dict[nn.Parameter, s
 def _named(layers: Sequence[Layer], is_end: Callable[[Layer], bool]) -> dict[nn.Parameter, str]:
     """Return {weight: reason} for layers with the name of a head, and the last layer of a module with such a name.
 
-    The latter must be the model's last layer, or no other layer may take its outputs.
+    The latter must be the model's last layer, or no other layer may take its outputs (``is_end``).
     """
     reasons, last_of = dict[nn.Parameter, str](), dict[str, Layer]()
     for layer in layers:
@@ -199,7 +208,10 @@ def _last_of_sequence(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _counted(model: nn.Module, layers: Sequence[Layer], taken: Counter[int]) -> dict[nn.Parameter, str]:
-    """Return {weight: reason} for layers with as many outputs as the model has labels, or a side as it has tokens."""
+    """Return {weight: reason} for layers with as many outputs as the model has labels, or a side of vocabulary size.
+
+    ``taken``: number of inputs -> number of layers that take so many.
+    """
     labels = {count for owner in _outermost(model) for name in LABELS if (count := first_number(owner, (name,))) > 1}
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     tokens = {first_number(config, ("vocab_size",)) for config in configs.values()}
@@ -221,7 +233,7 @@ def _counted(model: nn.Module, layers: Sequence[Layer], taken: Counter[int]) -> 
 
 
 def _outermost(model: nn.Module) -> Iterator[Any]:
-    """Yield the modules that may state numbers of labels, and the configs that no other config's module contains."""
+    """Yield all modules, and the config of each module that is not inside another module with a config."""
     inside: tuple[str, ...] = ()
     for path, module in model.named_modules():
         yield module
@@ -233,9 +245,9 @@ def _outermost(model: nn.Module) -> Iterator[Any]:
 def _with_ends(layers: Sequence[Layer], ends: Sequence[Layer], known: Mapping[nn.Parameter, str]) -> OutputHeads:
     """Return the heads in ``known`` and those among ``ends``, the layers whose outputs no other layer takes.
 
-    transformers separates a model's body from its heads. In other models an end is a head if it is the last one in the
-    model's last part, has a head's name, or as many outputs as a head. The rest is uncertain: a model may join the
-    outputs of several layers before the next one.
+    In a transformers model, those of ``ends`` that are outside of its body are heads. Without a known body, one of them
+    is a head if it is the last one in the model's last part, has a head's name, or has as many outputs as a head; and
+    all ``ends`` are uncertain: a model may join the outputs of several layers before the next one.
     """
     last = _last_end(layers, ends)
     unclear = [layer for layer in ends if layer.is_in_body is None]
@@ -257,7 +269,10 @@ def _last_end(layers: Sequence[Layer], ends: Sequence[Layer]) -> Layer | None:
 
 
 def _bodies(model: nn.Module) -> dict[str, str | None]:
-    """Return {path of a transformers model: path of its body}; the same path without heads, ``None`` if unknown."""
+    """Return {path of each transformers model in ``model``: path of its body}.
+
+    The two paths are equal for a model without heads. The body's path is ``None`` if it is unknown.
+    """
     bodies: dict[str, str | None] = {}
     for path, module in model.named_modules():
         prefix: Any = getattr(module, "base_model_prefix", None)
@@ -271,7 +286,10 @@ def _bodies(model: nn.Module) -> dict[str, str | None]:
 
 
 def _is_in_body(path: str, bodies: Mapping[str, str | None]) -> bool | None:
-    """Return whether a layer is in the body of the innermost transformers model around it; ``None`` if unknown."""
+    """Return whether the layer at ``path`` is in the body of the innermost transformers model around it.
+
+    Return ``None`` without such a model, or if its body is unknown. ``bodies``: from :func:`_bodies`.
+    """
 
     def is_inside(prefix: str) -> bool:
         return not prefix or path == prefix or path.startswith(prefix + ".")

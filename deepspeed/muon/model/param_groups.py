@@ -85,7 +85,7 @@ def _halves(
 ) -> tuple[list[dict[str, Any]], float]:
     """Split one of the user's groups as :func:`split_groups` does; return (its halves, the user group's learning rate).
 
-    ``name_prefix``: of the names of the halves, such as ``group0``. ``where``: prefix of error messages.
+    ``name_prefix``: how the names of the halves begin, such as ``group0``. ``where``: prefix of error messages.
     """
     members = [param for param in group["params"] if param.requires_grad]
     if unknown := [list(param.shape) for param in members if param not in specs]:
@@ -183,7 +183,7 @@ MAX_LISTED = 3
 def warn_of_late_parameters(frozen: MutableMapping[str, nn.Parameter]) -> None:
     """Warn of parameters that became trainable after the optimizer was built, and remove them from ``frozen``.
 
-    ``frozen``: {name: parameter} of those that were frozen when it was built.
+    ``frozen``: {name: parameter} of those that were frozen when the optimizer was built.
     """
     late = [name for name, param in frozen.items() if param.requires_grad]
     for name in late:
@@ -220,8 +220,8 @@ def check_options(
 ) -> dict[str, str]:
     """Raise MuonConfigError if an option does not fit this model or has no effect, or if no matrix goes to Muon.
 
-    :func:`no_matrix_error` says when the latter is allowed. ``layers``: the attention layers on which QK-clip acts;
-    ``None`` without QK-clip.
+    :func:`no_matrix_error` says when it is allowed that no matrix goes to Muon. ``specs``: the trainable parameters.
+    ``layers``: the attention layers on which QK-clip acts; ``None`` without QK-clip.
 
     Return an empty dict for a whole model. For a pipeline stage, return {option without effect: error message}; the
     caller raises the error if the option is without effect in all stages.
@@ -297,9 +297,10 @@ MAX_REASONS = 4
 def no_matrix_error(specs: Sequence[MatrixSpec], is_part: bool) -> str | None:
     """Return the error message if no parameter goes to Muon and that is probably a mistake; otherwise ``None``.
 
-    It is not a mistake if no matrix is trained, if the user sent all of them, or any that the rules send to Muon, to
-    AdamW (``muon_exclude``, ``use_muon = False``), or if the model has frozen matrices (``is_part``). It is a mistake
-    if no parameter is trained, or if low-rank adapters are, because ``muon_lora`` can send them to Muon.
+    It is not a mistake if no matrix is trained; if the user's options (``muon_exclude``, ``use_muon = False``) decide
+    on every matrix, or send one to AdamW that the package's rules would send to Muon; or if the model has frozen
+    matrices (``is_part``). It is a mistake if no parameter is trained, or if low-rank adapters are, because
+    ``muon_lora`` can send them to Muon.
     """
     if not specs:
         return (

@@ -2,9 +2,9 @@
 """Decide which parameters Muon updates and which AdamW, with a reason for each (routing).
 
 Muon updates hidden matrices: 2-D weights of linear-like modules that are not an embedding, output head, router or
-factor of a low-rank adapter. The role of a weight follows from what the model says, from the layers around it, and last
-from names. A stack of experts is several matrices. The user's tags (``param.use_muon``) and patterns (``muon_include``,
-``muon_exclude``) override these rules.
+factor of a low-rank adapter. The role of a weight follows from what the model declares, then from the layers around it,
+and last from names. A stack of experts is several matrices. The user's tags (``param.use_muon``) and patterns
+(``muon_include``, ``muon_exclude``) override these rules.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def route(model: nn.Module, config: MuonConfig | None = None) -> dict[nn.Paramet
 
     Raises:
         ValueError: the user assigns a parameter to Muon that is not a matrix, or that several pipeline stages share.
-        MuonConfigError: a split in ``muon_split`` does not fit its parameter, or heads are unknown.
+        MuonConfigError: a split in ``muon_split`` does not fit its parameter, the heads of a projection are unknown
+            (``per_head_muon``), or it is unknown how tensor parallelism split a parameter.
     """
     config = config or MuonConfig()
     used = _uses(model)
@@ -132,14 +133,14 @@ MAX_LISTED = 3
 
 
 def head_note(specs: Iterable[MatrixSpec]) -> str:
-    """Return a text that lists the matrices of which only the place tells whether they are output heads; "" if none."""
+    """Return a text on the matrices whose place in the model alone tells if they are output heads; "" without any."""
     unsure = [spec for spec in specs if spec.is_unsure]
     heads, others = ([spec.name for spec in unsure if spec.use_muon is use_muon] for use_muon in (False, True))
     texts = [
         *([f"AdamW updates {listed(heads, MAX_LISTED)} (muon_include sends them to Muon)"] if heads else ()),
         *([f"Muon updates {listed(others, MAX_LISTED)} (muon_exclude sends them to AdamW)"] if others else ()),
     ]
-    return f"output heads or not, only their place tells: {'; '.join(texts)}" if texts else ""
+    return f"only their place in the model tells whether these are output heads: {'; '.join(texts)}" if texts else ""
 
 
 def user_tag(param: nn.Parameter) -> bool | None:
@@ -161,7 +162,7 @@ def tag_parameters(model: nn.Module, specs: Mapping[nn.Parameter, MatrixSpec]) -
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape before any sharding} of the trainable parameters, with all names of tied parameters."""
+    """Return {name: shape before any sharding} of the trainable parameters, under all names if they are tied."""
     used = _uses(model).items()
     return {use.name: whole_shape(param) for param, uses in used if param.requires_grad for use in uses}
 
@@ -226,7 +227,11 @@ def _not_a_matrix(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def _route_by_rules(
     shape: tuple[int, ...], uses: list[Use], head: str | None, factor: Factor | None, config: MuonConfig
 ) -> Route:
-    """Return the route by the package's rules alone; ``head``: why it is an output head, ``None`` if not."""
+    """Return the route by the package's rules alone, without the user's tags and patterns.
+
+    ``head``: why the parameter is an output head; ``None`` if it is not. ``factor``: which factor of a low-rank adapter
+    it is; ``None`` if it is not.
+    """
     if factor and len(shape) == 2:
         use_muon = factor.rank > 1 and (config.muon_lora == "both" or (config.muon_lora == "B" and factor.is_b))
         return Route(use_muon, str(factor) + (f", by muon_lora {config.muon_lora}" if use_muon else ""))

@@ -33,7 +33,7 @@ _PREFIX = re.compile(r"^((base_model\.model|_orig_mod|module)\.)+")
 
 
 def without_copy(path: str) -> str:
-    """Return the path of the module that PEFT trains in full, for the path of PEFT's copy of it."""
+    """Return ``path``, or for a copy that PEFT trains in full (``modules_to_save``) the path of the copied module."""
     return _SAVED_COPY.sub("", path)
 
 
@@ -62,7 +62,7 @@ def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
 
 
 def packed_experts(module: nn.Module, shape: Sequence[int]) -> int:
-    """Return how many experts' matrices a 2-D weight may hold, one below the other as in MegaBlocks; otherwise 0."""
+    """Return how many experts' matrices a 2-D weight may hold, one below the other as in MegaBlocks; 0 if none."""
     counts = (getattr(module, name, 0) for name in ("num_experts", "moe_num_experts", "num_local_experts"))
     count = next((count for count in counts if type(count) is int and count > 1), 0)
     is_experts = "expert" in type(module).__name__.lower()
@@ -102,7 +102,7 @@ class Use(NamedTuple):
     def weight(self) -> tuple[str, nn.Module]:
         """Return (name, containing module), such as ("gate_up_proj", MLP module).
 
-        They describe the linear module if the parameter is its ``weight``, otherwise the parameter itself.
+        Both are those of the linear module if the parameter is its ``weight``, otherwise those of the parameter itself.
         """
         return self.projection if self.attribute == "weight" else (self.attribute, self.module)
 
@@ -144,10 +144,10 @@ class MatrixSpec:
         overrides_rules: whether the package's rules alone would have decided otherwise.
         split_by: ``muon_split``, ``per_head_muon`` or ``muon_fused``, the option that split the parameter, or ``None``.
         split_pattern: the pattern in ``muon_split`` that split the parameter.
-        left_whole: whether the parameter stays one matrix for the reason in ``split``.
+        left_whole: whether the parameter stays one matrix, for the reason in ``split``.
         output_axis: axis of the outputs in each matrix (0: rows, 1: columns); ``None`` if unknown.
         is_lora: whether the parameter is a factor of a low-rank adapter.
-        is_unsure: whether only its place tells whether the parameter is an output head.
+        is_unsure: whether the parameter was taken for an output head, or not, by its place in the model only.
     """
 
     name: str
@@ -238,7 +238,7 @@ def _split(
 
 
 def _split_factor(spec: MatrixSpec, factor: Factor) -> MatrixSpec:
-    """Split a factor of several low-rank adapters into one matrix for each."""
+    """Return ``spec`` with one matrix for each low-rank adapter that shares the factor, as ``factor`` says."""
     why_whole = "tensor parallelism has cut it" if factor.blocks and spec.sharding else factor.why_whole
     if why_whole:
         return replace(spec, split=f"left whole: {why_whole}", left_whole=True)
@@ -318,7 +318,7 @@ def lora_factors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[
     """Return {name: its :class:`Factor`} of the parameters that are factors of low-rank adapters.
 
     Args:
-        model: the model. The modules that contain the factors may say how many layers they serve.
+        model: the model. The modules that contain the factors may say how many experts or projections these serve.
         shapes: {name: shape before any sharding} of all parameters of the model, frozen ones too.
     """
     modules: dict[str, nn.Module] | None = None
@@ -344,7 +344,7 @@ def lora_factors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[
 
 
 def _owner(prefix: str, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Return the module around both LoRA factors; ``prefix``: a factor's name before its side."""
+    """Return the module around both LoRA factors. ``prefix``: a factor's name up to the part that says A or B."""
     path = prefix.rpartition(".")[0]
     while path and path not in modules:
         path = path.rpartition(".")[0]
@@ -352,7 +352,7 @@ def _owner(prefix: str, modules: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _factor(is_b: bool, shape_a: Sequence[int], shape_b: Sequence[int], owner: nn.Module) -> Factor:
-    """Return the factor of ``owner`` whose pair has the shapes ``shape_a`` and ``shape_b``."""
+    """Return factor B (``is_b``) or A of a low-rank adapter in module ``owner``, from the shapes of both factors."""
     experts, (outputs, columns) = getattr(owner, "num_experts", 1), shape_b
     if type(experts) is int and experts > 1 and shape_a[0] == columns and columns % experts == 0:
         # PEFT's adapters of stacked experts: expert e has rows [e r, e r + r) of A, and columns e, e + E, ... of B.

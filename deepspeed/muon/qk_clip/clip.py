@@ -28,8 +28,9 @@ class _HeadPart(NamedTuple):
     """Weights or biases of one head's queries or keys: a rectangle in a tensor that the optimizer updates.
 
     Under ZeRO the tensor is this rank's flat shard of several parameters. ``parameter``, ``layer``: names of the
-    parameter and of the attention module. ``head``: index of the query head, or of the key head. ``piece``: the
-    rectangle; ``piece.element`` is an index in the tensor, not in the parameter.
+    parameter and of the attention module. ``role``: what the weights compute, such as ``"query"``. ``head``: index of
+    the query head, or of the key head. ``piece``: the rectangle; ``piece.element`` is an index in the tensor, not in
+    the parameter.
     """
 
     parameter: str
@@ -50,7 +51,7 @@ class QKClip:
         options: the value of the config key ``qk_clip``.
         attentions: {attention module: its heads}, from :func:`deepspeed.muon.qk_clip.query_keys.attention_layers`.
         name_of: {parameter: its name}.
-        steps_done: function that returns the number of steps done, the seed of sampled logits and of random rounding.
+        steps_done: function that returns the number of steps done, which seeds sampling and stochastic rounding.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class QKClip:
         from deepspeed.muon.qk_clip.watch import AttentionWatch, remove_hooks
 
         self.watch = AttentionWatch(attentions, options.logits, steps_done)
-        # Of the handles only: the watch leads to the model, whose parameters may lead to this object.
+        # It gets the handles only: the watch refers to the model, whose parameters may refer to this object.
         #: Removes the hooks from the model, at the latest when this object is gone.
         self.close = weakref.finalize(self, remove_hooks, self.watch.hooks)
         self._head_parts: dict[Tensor, list[_HeadPart]] = {}
@@ -91,7 +92,7 @@ class QKClip:
         return f"QK-clip of {len(self.layers)} attention layers at {self._options.tau:g} ({self._options.logits})"
 
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
-        """Find the heads' weights in the tensors that the optimizer updates. Call it again when these are replaced.
+        """Find the heads' weights in the optimizer's tensors. Call it again when these tensors are replaced.
 
         ``partitions``: the :class:`Partition` of each parameter group. ``group``: process group of the ranks that train
         the same layers; ``None``: all ranks. ``device``: the device on which :meth:`begin_step` calls its collective.
@@ -112,14 +113,14 @@ class QKClip:
         """Compute each head's scaling factor from its largest logit since the last step. A collective.
 
         Call it on all ranks before each step. A layer that did not run, for example because the batch has another
-        modality, is not scaled. ``is_logging``: whether this rank warns about such layers.
+        modality, is not scaled. ``is_logging``: whether this rank warns about layers that did not run.
 
         Raises:
             UnsupportedError: a layer ran but its logits could not be observed, or no layer was observed before the
                 first step. It is raised on all ranks that train these layers.
         """
         count = sum(layer.query_heads for layer in self.layers)
-        # One collective for all: 1 + index of a layer that cannot be observed, the logits of all heads, who is trained.
+        # One collective for all: 1 + index of a layer that cannot be observed, all heads' logits, what is trained.
         logits = torch.full((1 + count + len(self._params),), -math.inf, dtype=torch.float32, device="cpu")
         logits[0] = max((1 + i for i, layer in enumerate(self.layers) if layer.name in self.watch.missed), default=0)
         at, places, largest_of_layers = 1, [], []

@@ -71,7 +71,7 @@ class Visible:
         return keys if self._after < 0 else min(keys, max(1, last_query + self.shift + self._after + 1))
 
     def seen_by(self, queries: Tensor, keys: int) -> Tensor | None:
-        """Return which of the first ``keys`` keys the queries see; ``None``, all of them, if there is no condition.
+        """Return which of the first ``keys`` keys the queries see; ``None`` if there is no condition, so they see all.
 
         ``queries``: indices of the queries, int64, 1-D. The result is a bool mask, True for a key that is seen. It can
         be broadcast to ``[batch, heads, queries, keys]``.

@@ -182,10 +182,10 @@ def _attention(
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Outputs]:
-    """Divide the outputs of a projection in attention module ``module`` by heads, and return the parts in order.
+    """Return which outputs of a projection of attention module ``module`` belong to which head, in their order.
 
     ``leaf``: name of the projection, such as ``q_proj``. ``heads``: number and widths of the module's heads.
-    ``latent``: whether the module computes latent attention.
+    ``latent``: whether the module computes latent attention. Raise ValueError if the outputs do not fit the heads.
     """
     shape, axis = whole_shape(projection.weight), output_axis(projection)
     kind, outputs, parts = leaf.lower(), shape[axis], list[_Outputs]()
@@ -216,7 +216,7 @@ def _fused(
     known = None if is_a(module, DEVICE_CLASSES) else cut_fused(leaf, shape, axis, module, model)
     if known is None or known[1] != QKV:
         raise ValueError(
-            f"QK-clip does not know in which order {leaf} of {type(module).__name__} computes queries, keys and values"
+            f"the fused projection {leaf} of {type(module).__name__} has queries, keys and values in an unknown order"
         )
     sizes, groups = known[0].sizes, known[0].groups
     per_group, width = heads.query_heads // groups, sizes[0] * groups // heads.query_heads
@@ -229,7 +229,8 @@ def _fused(
 def _local_weights(param: nn.Parameter, parts: Sequence[_Outputs], axis: int, projection: Any) -> Iterator[HeadWeights]:
     """Yield where each head's weights are in ``param``, the weight or bias of ``projection``, on this rank.
 
-    ``parts``: the projection's outputs over all tensor-parallel ranks. ``axis``: the axis of ``param`` for outputs.
+    ``parts``: the projection's outputs over all tensor-parallel ranks. ``axis``: the axis of ``param`` along which its
+    outputs lie. Raise ValueError if it is unknown which part of ``param`` this rank has.
     """
     whole, sharding = whole_shape(param), sharding_of(param)
     if sharding is None and whole != local_shape(param):

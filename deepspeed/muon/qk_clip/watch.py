@@ -61,7 +61,7 @@ class AttentionWatch:
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AttentionWatch, ({}, self._mode, int)  # a copied or pickled model holds the hooks, and is not watched
+        return AttentionWatch, ({}, self._mode, int)  # a copied or pickled model has the hooks, but is not watched
 
     def clear(self) -> None:
         """Forget all recorded logits. Call it only while no forward runs."""

@@ -40,14 +40,15 @@ from deepspeed.muon.zero.wrappers.stage3 import Stage3
 from deepspeed.muon.zero.wrappers.stage12 import Bf16, Stage12
 from deepspeed.muon.zero.wrappers.tensor_parallel import whole_over_tp
 
-#: Keys of a parameter group that must be equal on all ranks of a stage. Keys that a user adds are not compared.
+#: Keys of a parameter group that must be equal on all ranks of a stage (:func:`agree_on_settings`). Keys that a user
+#: adds are not compared.
 COMPARED_KEYS = (*GROUP_KEYS, "name", "moe", "use_muon", "lr_ratio")
-#: The log names what takes at least this many seconds.
+#: A part of the start that takes at least this many seconds is logged.
 SLOW = 2.0
 
 
 def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
-    """Compare the package's version, config and parameters on all ranks; return what they share. A collective.
+    """Check that all ranks have the same package version, config and parameters; return facts about them. A collective.
 
     A *stage* below is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a pipeline
     stage (:func:`stage_number`).
@@ -198,7 +199,7 @@ def _machine() -> str:
 
 
 def usable_cpus() -> list[int]:
-    """Return the numbers of the CPUs that this process may use: all of the node, or those that it is bound to."""
+    """Return the numbers of the CPUs that this process may use: all of the machine, or those that it is bound to."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -220,7 +221,11 @@ def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> 
 
 
 def _judge_settings(of_ranks: list[Facts]) -> Facts:
-    """Compare all ranks' settings; return :func:`agree_on_settings`'s dict and ``unused_options``, or an ``error``."""
+    """Compare the facts of all ranks. Return ``{"error": message}`` if they differ.
+
+    Otherwise return what :func:`agree_on_settings` returns, and ``unused_options``: a list of error messages about
+    options that have no effect in any pipeline stage.
+    """
     of_all = {
         "version": "the deepspeed-muon version",
         "config": "ranks {ranks} have other optimizer.params than rank {first}; read one config on all ranks",
@@ -260,9 +265,10 @@ def _kernel_facts(setting: str, kinds: list[str], device_type: str) -> Facts:
 
 
 def _judge_kernels(of_ranks: list[Facts]) -> Facts:
-    """Merge all ranks' :func:`_kernel_facts`: what any rank cannot use, and the most exact dtype.
+    """Merge the facts of all ranks about kernels (:func:`_kernel_facts`).
 
-    Result: ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``.
+    Return for example ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``: {device type:
+    why a rank cannot use its fast kernels, or ``None``}, and the most exact of the ranks' dtypes of Newton-Schulz.
     """
     unavailable: dict[str, str | None] = {}
     for rank, local in enumerate(of_ranks):

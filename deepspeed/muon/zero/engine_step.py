@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's step: refused where it cannot be right, recorded or timed if the config asks for it, on few threads."""
+"""What replaces an engine's backward and step: check their order, limit CPU threads, and measure a step if asked to."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def refuse_early_step(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``DeepSpeedEngine._take_model_step``: call the original, and measure the step if the config asks for it.
 
-    Before the call, the optimizer's ``begin_step`` runs; after it, the workspace is released. Every
+    Before the call, the optimizer's ``begin_step`` runs; after it, the optimizer's scratch memory is released. Every
     ``monitor_interval``-th step is recorded in DeepSpeed's monitor. ``wall_clock_breakdown`` times the phases of each
     step. A skipped step is logged unless DeepSpeed logs it.
     """
@@ -97,7 +97,7 @@ def _timed(timers: Any) -> Phase:
 
 @contextmanager
 def limited_threads(limit: int | None) -> Iterator[None]:
-    """Let torch use at most ``limit`` threads in the ``with`` block, or as many as the script has set if ``None``."""
+    """Let torch use at most ``limit`` CPU threads in the ``with`` block; ``None``: as many as before."""
     before = torch.get_num_threads()
     if limit is None or before <= limit:
         yield

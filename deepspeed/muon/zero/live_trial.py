@@ -23,11 +23,11 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 WIDTH, LAYERS, VOCABULARY = 1024, 2, 512
 #: Sequences in one rank's batch, and tokens in each; steps in a training.
 ROWS, TOKENS, STEPS = 4, 16, 3
-#: The dtype, method and kernels of Newton-Schulz, and what the ranks send, are those of a run that sets nothing.
+#: Newton-Schulz's dtype, method and kernels, and the dtype that the ranks send, are the defaults.
 PARAMS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 CLIP = 1.0
-#: A weight's change may differ from that in one process by this fraction of it: Newton-Schulz in 16 bits passes on
-#: that ranks add gradients in another order. Of a wrong update the fraction is near one.
+#: The largest allowed relative difference between a weight's change on all ranks and in one process. The changes are
+#: not equal, because ranks add gradients in another order. For a wrong update the difference is near 1.
 TOLERANCE = 0.05
 STAGES = (1, 2, 3)
 #: Dtype of Newton-Schulz -> {parameter name: weight after training in one process, on the CPU}.
@@ -60,9 +60,10 @@ def batch(step_number: int, rank: int) -> Tensor:
 
 
 def run_trial(local: Facts) -> Facts | None:
-    """Train at each of :data:`STAGES`; a collective. ``None`` on other ranks than 0.
+    """Train at each ZeRO stage of :data:`STAGES`, on all ranks; a collective.
 
-    Rank 0 returns {"ranks": the argument ``local`` of each rank, "trial": the result of :func:`train_all_stages`}.
+    Return on rank 0 {"trial": the result of :func:`train_all_stages`, "ranks": a list of each rank's ``local``}. Return
+    ``None`` on other ranks. ``local``: what the report compares between ranks, such as versions.
     """
     is_joined = torch.distributed.is_initialized()
     result = {"trial": train_all_stages(), "ranks": gathered(local)}
@@ -73,11 +74,13 @@ def run_trial(local: Facts) -> Facts | None:
 
 
 def train_all_stages() -> list[Facts]:
-    """Train a small model at each of :data:`STAGES`, on all ranks; a collective.
+    """Train a small model at each ZeRO stage of :data:`STAGES`, on all ranks; a collective.
 
-    Return for each stage ``stage``; ``problem``, an error or a difference from training in one process, or ``None``;
-    ``error``, norm(trained - expected) / norm(expected - initial), the largest of all parameters and ranks;
-    ``step_ms``, the median time of a step on the slowest rank, in milliseconds.
+    Return a dict for each stage, with these keys:
+        stage: the ZeRO stage.
+        problem: an error message, or that weights differ from training in one process; ``None`` without a problem.
+        error: norm(trained - expected) / norm(expected - initial), the largest over all parameters and ranks.
+        step_ms: the median time of a step in milliseconds, on the slowest rank.
     """
     comm.init_distributed(timeout=timedelta(seconds=120))  # of a collective
     torch.manual_seed(0)  # the same weights on all ranks
@@ -87,7 +90,10 @@ def train_all_stages() -> list[Facts]:
 
 
 def _train_in_one_process(model: nn.Module, world_size: int, dtype: str) -> dict[str, Tensor]:
-    """Train a copy of ``model`` in this process only, on the batches of all ranks, with Newton-Schulz in ``dtype``."""
+    """Train a copy of ``model`` in this process only, on the batches of all ranks, with Newton-Schulz in ``dtype``.
+
+    Return {parameter name: trained weight, on the CPU}.
+    """
     device = get_accelerator().current_device_name()
     model = copy.deepcopy(model).to(device)
     optimizer = MuonWithAuxAdam(model.named_parameters(), model=model, ns_dtype=dtype, wire_dtype="bf16", **PARAMS)
@@ -111,7 +117,10 @@ def _of_all_ranks(stage: int, model: nn.Module, expected: Expected) -> Facts:
 
 
 def _train(stage: int, model: nn.Module, expected: Expected) -> Facts:
-    """Train a copy of ``model`` in a new engine; return what this rank adds to :func:`train_all_stages`."""
+    """Train a copy of ``model`` at ZeRO ``stage`` in a new engine; a collective.
+
+    Return this rank's ``problem``, ``error`` and ``step_ms``, as :func:`train_all_stages` describes them.
+    """
     trained = copy.deepcopy(model)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -144,7 +153,10 @@ def _step_seconds(engine: Any, step_number: int) -> float:
 
 
 def _relative_errors(trained: nn.Module, model: nn.Module, expected: dict[str, Tensor]) -> Iterator[float]:
-    """Yield for each parameter norm(trained - expected) / norm(expected - initial). ``model`` is the initial model."""
+    """Yield norm(trained - expected) / norm(expected - initial) for each parameter; a collective at ZeRO stage 3.
+
+    ``model``: has the initial weights. ``expected``: {parameter name: weight}.
+    """
     from deepspeed.runtime.zero import GatheredParameters
 
     initial = dict(model.named_parameters())

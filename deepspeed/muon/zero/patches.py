@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Monkey-patches that are applied to DeepSpeed once a config names Muon, and can be removed again.
+"""Monkey-patches of DeepSpeed. They are applied when ``deepspeed.muon`` is imported, and can be removed again.
 
 The adapters in ``zero/wrappers`` replace further methods of a single engine or ZeRO wrapper.
 """
@@ -42,7 +42,7 @@ from deepspeed.muon.zero.wrappers.adapter import Seam, has_muon, replace, replac
 from deepspeed.muon.zero.wrappers.grids import note_tp_rank, refuse_replaced_parameters, with_group_names
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock DeepSpeed refuses the second, so that a machine
-#: without this package fails instead of training with stock's Muon.
+#: without this package fails instead of training with DeepSpeed's own Muon.
 TYPES = ("muon", "muonwithauxadam")
 #: An unknown type counts as a misspelt one if it is at least this similar (0 to 1): ``moun``, but not ``adamuon``.
 MISSPELT_TYPE = 0.75
@@ -60,7 +60,14 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def take_config(ds_config: Any) -> None:
-    """Parse the settings of Muon in a ``DeepSpeedConfig``, and raise if they are wrong or not supported."""
+    """Parse ``optimizer.params`` of a ``DeepSpeedConfig`` for Muon, and store the result in its ``muon_settings``.
+
+    Without Muon, only check that ``optimizer.type`` is not a misspelt "Muon".
+
+    Raises:
+        MuonConfigError: a setting is wrong.
+        UnsupportedError: deepspeed-muon does not support a setting.
+    """
     _refuse_misspelt(ds_config.optimizer_name)
     if is_muon(ds_config.optimizer_name):
         ds_config.optimizer_name = TYPES[0]  # the only spelling that the rest of DeepSpeed knows
@@ -78,7 +85,7 @@ def take_config(ds_config: Any) -> None:
 
 
 def _refuse_misspelt(optimizer_name: str | None) -> None:
-    """Raise MuonConfigError if ``optimizer.type`` names no optimizer of DeepSpeed or torch, but almost Muon."""
+    """Raise MuonConfigError if ``optimizer.type`` is unknown to DeepSpeed and torch, and is almost "Muon"."""
     name = optimizer_name or ""
     is_known = is_muon(name) or name.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name)
     if not is_known and nearest(name.lower(), TYPES, MISSPELT_TYPE):
@@ -88,9 +95,9 @@ def _refuse_misspelt(optimizer_name: str | None) -> None:
 def without_double_clipping(
     params: Mapping[str, Any] | None, gradient_clipping: Any, is_logging_rank: bool = True
 ) -> Any:
-    """Return ``optimizer.params``, without ``max_grad_norm`` if ``gradient_clipping`` is set as well.
+    """Return ``optimizer.params``, without ``max_grad_norm`` if ``gradient_clipping`` is set and not 0.
 
-    Both keys clip gradients by their norm. Log a warning if ``max_grad_norm`` is removed.
+    Both keys clip gradients by their norm. If ``max_grad_norm`` is removed, log a warning on the logging rank.
     """
     if not params or "max_grad_norm" not in params or not gradient_clipping:
         return params
@@ -103,7 +110,10 @@ def without_double_clipping(
 
 
 def _keep_user_tags() -> None:
-    """Patch ``deepspeed.set_optimizer_flags`` so that it keeps the ``use_muon`` attributes that a user of Muon set."""
+    """Patch ``deepspeed.set_optimizer_flags``, which would overwrite the ``use_muon`` tags that the script has set.
+
+    With Muon in the config, the function then only calls :func:`check_patterns`.
+    """
     # Not in install(), which runs before deepspeed/__init__.py defines the function.
     deepspeed = sys.modules["deepspeed"]
     flags = getattr(deepspeed, "set_optimizer_flags", None)
@@ -163,7 +173,10 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 
 
 def _import_stocks_muon() -> None:
-    """Import stock DeepSpeed's Muon, which ZeRO needs, without loading torch's compiler, which takes a second."""
+    """Import the module of stock DeepSpeed's Muon, which ZeRO imports too.
+
+    Its functions are compiled only if they are called, because loading torch's compiler takes a second.
+    """
 
     def compile_at_first_call(compile: Callable, *args: Any, **kwargs: Any) -> Callable:
         if kwargs or len(args) != 1:
@@ -176,7 +189,7 @@ def _import_stocks_muon() -> None:
 
 
 def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """Build an optimizer with the script's function ``build``, and return it once :func:`_check_client` has passed."""
+    """Return the optimizer that the script's function ``build`` makes, after :func:`_check_client`; a collective."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)
@@ -184,7 +197,10 @@ def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any
 
 
 def _check_client(engine: Any, optimizer: Any) -> None:
-    """Check an optimizer that the script built: its class, its settings, and that all ranks agree. A collective."""
+    """Raise an error if the script's optimizer does not fit the config, the engine or the other ranks.
+
+    A collective for a MuonWithAuxAdam. An optimizer of another class is refused only if the config names Muon.
+    """
     if not isinstance(optimizer, MuonWithAuxAdam):
         _refuse_other_optimizer(engine, type(optimizer))
         return
@@ -207,7 +223,7 @@ def _refuse_other_optimizer(engine: Any, optimizer_class: type) -> None:
 
 
 def _check_before_zero(engine: Any, optimizer: MuonWithAuxAdam) -> None:
-    """Check the optimizer against the config and the other ranks, before ZeRO allocates memory; a collective."""
+    """Raise an error if the optimizer does not fit the schedule, the NVMe settings or other ranks; a collective."""
     settings = engine._config.zero_config
     if settings.elastic_checkpoint and engine.zero_optimization_stage() in (1, 2):
         settings.elastic_checkpoint = False  # DeepSpeed cannot load AdamW's either
@@ -238,7 +254,7 @@ def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
 
 
 def _destroy(original: Callable, self: Any) -> None:
-    """Replace ``DeepSpeedEngine.destroy``: call the original, then release what else would outlive the engine."""
+    """Replace ``DeepSpeedEngine.destroy``: call the original, then :meth:`Adapter.release`."""
     original(self)
     self.muon_adapter.release()
 
@@ -251,7 +267,7 @@ ALWAYS: dict[Seam, Callable] = {
     Seam(_ENGINE, "get_fp32_state_dict_from_zero_checkpoint"): load.fp32_weights,
     Seam("deepspeed.runtime.config", "DeepSpeedConfig.__init__"): _read_config,
 }
-#: The same, of methods of an engine; other engines than those with a MuonWithAuxAdam run the original.
+#: Method of DeepSpeedEngine -> the function that replaces it. An engine without a MuonWithAuxAdam runs the original.
 _OF_ENGINES: dict[str, Callable] = {
     "_configure_lr_scheduler": configure_scheduler,
     "_scheduler_from_config": scheduler_from_config,
@@ -318,9 +334,9 @@ def uninstall() -> None:
 
 
 def activate() -> None:
-    """Call :func:`install` when the package is imported. If this DeepSpeed lacks an attribute, only log the error.
+    """Call :func:`install`, and log its SeamError instead of raising it. Importing the package calls this.
 
-    The error is raised later, in an engine whose config asks for Muon.
+    The error is raised later, when an engine whose config asks for Muon is built.
     """
     try:
         install()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a ds_config from a JSON, Hjson or YAML file, checked as an engine would; describe this machine's accelerator."""
+"""Read a ds_config from a JSON, Hjson or YAML file and check it as an engine would; name this machine's accelerator."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from deepspeed.muon.zero.wrappers.stage12 import alignment_of
 
 #: Keys that depend on the number of ranks; the engine checks them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-#: Replaces a learning rate that is filled in later. A plan depends on whether there is one, not on its value.
+#: Replaces a learning rate "auto". A forecast depends on whether a learning rate is set, not on its value.
 PLACEHOLDER_LR = 1e-3
 #: Keys of accelerate's configuration that no ds_config has. A file with any of them is taken for accelerate's.
 ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
-#: Keys of its section ``deepspeed_config``, any of which tells that the file is accelerate's.
+#: Keys of the section ``deepspeed_config`` in accelerate's configuration. Any of them identifies accelerate's file.
 ACCELERATE_FIELDS = {"deepspeed_config_file", "offload_optimizer_device", "zero3_init_flag", "zero_stage"}
 #: Keys under which training tools name the file of their ds_config.
 FILE_KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
@@ -49,9 +49,9 @@ class Layout:
     """How ZeRO splits parameter groups at ``stage`` 0 to 3 over ``world_size`` data-parallel ranks.
 
     Args:
-        sub_group_size: elements on one rank after which a sub-group of stage 3 ends.
+        sub_group_size: at stage 3 a sub-group ends once it has this many elements on one rank.
         round_robin: DeepSpeed's setting ``round_robin_gradients``, for stages 1 and 2.
-        alignment: at stages 1 and 2 each parameter starts at a multiple of this many elements.
+        alignment: at stages 1 and 2 each parameter starts at a multiple of this many elements of the flat tensor.
     """
 
     stage: int
@@ -63,15 +63,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What ZeRO keeps on a device in addition to the optimizer: dtypes of weights and gradients, and its buffers.
+    """What ZeRO keeps on a device in addition to the optimizer: weights, gradients and communication buffers.
 
     Args:
-        dtype: of the weights, such as ``bf16``.
-        offload_param: whether stage 3 keeps the weights on the host.
-        accumulated_dtype: of the gradients that ZeRO keeps from one micro-batch to the next.
-        keeps_whole_gradients: whether each rank has all of these gradients in this dtype, as under ``BF16_Optimizer``.
-        reduced: elements of the buffers in which gradients are reduced.
-        gathered: the most elements of weights that stage 3 gathers at a time.
+        dtype: dtype of the weights, such as ``bf16``.
+        offload_param: whether stage 3 keeps the weights on the host or on NVMe.
+        accumulated_dtype: dtype of the gradients that ZeRO keeps from one micro-batch to the next.
+        keeps_whole_gradients: whether each rank keeps these gradients of all parameters, as under ``BF16_Optimizer``.
+        reduced: number of elements of the buffers in which gradients are reduced.
+        gathered: the largest number of weights that stage 3 gathers at a time.
     """
 
     dtype: str = "fp32"
@@ -90,7 +90,7 @@ class Settings:
         config: the settings in ``optimizer.params``.
         layout: how ZeRO will shard the parameters.
         offload: whether the optimizer is offloaded to the CPU or NVMe.
-        buffers: what else ZeRO keeps on a device.
+        buffers: what ZeRO keeps on a device in addition to the optimizer.
         gradient_clipping: the norm to which gradients are clipped; 0.0 if they are not.
         notes: sentences for the user about values that were assumed or not checked.
     """
@@ -147,7 +147,10 @@ def read_settings(path: str, section: dict[str, Any], world_size: int, stage: in
 
 
 def _buffers(stock: Any, dtype: str, is_flat: bool) -> Buffers:
-    """Return what ZeRO keeps on a device; ``is_flat``: whether it is not under ``BF16_Optimizer``."""
+    """Return the :class:`Buffers` of a ``DeepSpeedConfig``, ``stock``, whose weights have ``dtype``.
+
+    ``is_flat``: whether DeepSpeed uses another wrapper than ``BF16_Optimizer``.
+    """
     zero, stage = stock.zero_config, int(stock.zero_config.stage)
     count = (
         0 if stage == 0 or not (is_flat and zero.contiguous_gradients) else 2 if zero.overlap_comm and stage < 3 else 1
@@ -276,8 +279,8 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
         instead = (
             f"give the file that its deepspeed_config_file names, {file}"
             if file
-            else f"ds_muon init --config {path} --out ds_config.json writes a ds_config from it, which its "
-            "deepspeed_config_file then names"
+            else f"run ds_muon init --config {path} --out ds_config.json, which writes a ds_config and a YAML for "
+            "accelerate that names it; then give ds_config.json"
         )
         raise SettingsError(f"{path}: this is accelerate's configuration, not a ds_config; {instead}")
     named = next((key for key in FILE_KEYS if isinstance(section.get(key), str)), None)
@@ -286,7 +289,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
         instead = (
             f"give {file} instead"
             if Path(file).suffix
-            else f"{file} is the tool's: write it into a file, and give that"
+            else f"{file} is built into the tool: write it into a file, and give that"
         )
         raise SettingsError(f"{path}: not a ds_config, but its key {named} names one; {instead}")
     if foreign := sorted(TRAINING_ARGUMENTS & section.keys()):
@@ -317,7 +320,7 @@ def is_accelerate_config(section: Mapping[str, Any]) -> bool:
 
 
 def accelerates_ds_config_file(section: Mapping[str, Any]) -> str | None:
-    """Return the file that accelerate's configuration ``section`` names as its ds_config, ``None`` if there is none."""
+    """Return the path that accelerate's configuration ``section`` names as its ds_config; ``None`` if it names none."""
     fields = section.get("deepspeed_config")
     file = fields.get("deepspeed_config_file") if isinstance(fields, Mapping) else None
     return str(file) if file and str(file).lower() != "none" else None

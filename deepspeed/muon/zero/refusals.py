@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations of settings that are not supported; each is refused with a message that says what to change."""
+"""Checks for combinations of settings that are not supported; each raises an error that says what to change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ SECTIONS = {
 def refuse_unsupported(ds_config: Any, settings: MuonConfig) -> None:
     """Raise UnsupportedError if deepspeed-muon does not support some settings; the error lists all of them.
 
-    ``settings``: those of the optimizer, which may differ from the ds_config's if the script built the optimizer.
+    ``ds_config``: a ``DeepSpeedConfig``. ``settings``: the optimizer's, which may differ from those in the ds_config if
+    the script built the optimizer.
     """
     problems = [f"{key}: {advice}" for key, applies, advice in RULES if applies(ds_config)]
     problems += [f"{MOMENTUM_DTYPE}: {text}" for text in _momentum_problems(ds_config, settings)]
@@ -260,7 +261,7 @@ def _pipeline_problems(engine: Any) -> Iterator[str]:
 
 # ---- loads by parameter names ------------------------------------------------------------------------------------
 
-#: The key of a ds_config's section ``checkpoint`` that allows them.
+#: The key of a ds_config's section ``checkpoint`` that allows such loads.
 KEY = "muon_changed_model"
 
 
@@ -279,7 +280,10 @@ def refuse_load_by_name(engine: Any) -> None:
 
 
 def check_section(section: Mapping[str, Any] | None) -> None:
-    """Raise MuonConfigError if the ds_config's section ``checkpoint`` has a wrong value or key of this package."""
+    """Raise MuonConfigError for an unknown ``muon*`` key in the ds_config's section ``checkpoint``, or a wrong value.
+
+    The only such key is ``muon_changed_model``: "error" or "match". Other keys are DeepSpeed's and are not checked.
+    """
     for key, value in (section or {}).items():
         if key == KEY and value not in ("error", "match"):
             raise MuonConfigError(f'checkpoint.{KEY}: got {value!r}; expected "error" or "match"')
@@ -329,7 +333,7 @@ def _elements_per_rank(param: nn.Parameter, world_size: int) -> int:
 
 
 Sizes = list[tuple[dict[str, Any], list[int]]]
-"""Pairs of a parameter group and the elements that one rank has in each sub-group of it."""
+"""Pairs of a parameter group and a list: how many elements of each of its sub-groups one rank holds."""
 
 
 def _sub_group_sizes(engine: Any, group: dict[str, Any]) -> list[int]:
@@ -340,7 +344,10 @@ def _sub_group_sizes(engine: Any, group: dict[str, Any]) -> list[int]:
 
 
 def _buffers_per_sub_group(group: dict[str, Any], ds_config: Any) -> int:
-    """Return how many swap buffers a sub-group needs in its step: for weights, gradient and each swapped state."""
+    """Return how many swap buffers each sub-group of a parameter group needs in its step.
+
+    It needs one for the weights, one for the gradient and one for each optimizer state that is swapped.
+    """
     if not group["use_muon"]:
         return 4
     return 2 if ds_config.zero_config.save_muon_momentum_buffer_in_memory else 3

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section ``scheduler`` of a ds_config: what it sets, and how to build its scheduler for groups with unequal rates.
 
-A learning rate in a DeepSpeed schedule, such as ``warmup_max_lr``, means ``lr`` if the config sets it, otherwise
-``muon_lr``. Each parameter group gets the rate in proportion to its own ``lr``. A list has one value for each group
-that the user passed, or for each of the groups (Muon's and AdamW's) into which the optimizer has split these.
+A learning rate in a DeepSpeed schedule, such as ``warmup_max_lr``, replaces ``lr`` if the config sets it, otherwise
+``muon_lr``. The rates of parameter groups with another ``lr`` change by the same factor. A list has one value for each
+group that the user passed, or for each of the groups (Muon's and AdamW's) into which the optimizer has split these.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 
 class Keys(NamedTuple):
-    """The parameters of a schedule that are absolute; others are relative to them or counts.
+    """Names of a schedule's parameters whose values are learning rates or momenta.
 
-    ``rates``: learning rates, the last of which replaces the optimizer's. ``momenta``: the lowest and the highest
-    momentum that the schedule cycles by default. ``has_rate_per_group``: whether DeepSpeed wrote the schedule, which
-    then sets the same rate in all groups unless a rate is a list.
+    Args:
+        rates: parameters that are learning rates. The last of them replaces the optimizer's learning rate.
+        momenta: parameters for the lowest and the highest momentum of a schedule that cycles it by default.
+        has_rate_per_group: whether DeepSpeed, not torch, implements the schedule. Then this package replaces a number
+            in ``rates`` with a list of one learning rate for each parameter group.
     """
 
     rates: tuple[str, ...]
@@ -126,10 +128,10 @@ def _defaults(name: str) -> dict[str, Any]:
 def scheduler_from_config(original: Callable, engine: Any, optimizer: Any) -> Any:
     """Replace ``DeepSpeedEngine._scheduler_from_config``: keep the ratios of the parameter groups' learning rates.
 
-    A learning rate in the config becomes a list with one rate for each group.
+    For a schedule of DeepSpeed, a learning rate in the config becomes a list with one rate for each group.
 
     Raises:
-        MuonConfigError: the length of a list in the config is not the number of parameter groups.
+        MuonConfigError: the length of a list in the config does not fit; see :func:`_schedule_target`.
     """
     ours, name, params = engine.basic_optimizer, engine.scheduler_name(), engine.scheduler_params()
     values, reference = dict(params or {}), ours.defaults["lr"]
@@ -160,9 +162,10 @@ def configure_scheduler(original: Callable, engine: Any) -> None:
 
 
 def apply_schedule(engine: Any) -> None:
-    """Set the groups' learning rates to those at the schedule's position. Call it after a load that set none.
+    """Set the parameter groups' learning rates to those of the step that the engine's scheduler has reached.
 
-    A schedule that loads its state moves without setting rates, so that the next step would have those of its start.
+    Call it after a load that did not set them: a scheduler that loads its state does not set learning rates, so the
+    next step would use those of the schedule's start.
     """
     scheduler = engine.lr_scheduler
     if getattr(scheduler, "last_batch_iteration", -1) >= 0:  # DeepSpeed's

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log at start: one line on what updates what, warnings of what makes steps slower, and the rest at DEBUG."""
+"""The log at start: a line on what Muon and AdamW update, warnings of what slows steps down, and details at DEBUG."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CPUS_PER_THREAD_TO_ADVISE = 4
 def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
     """Log in one line what Muon and AdamW will update, and at DEBUG how a step runs and how parameters are split.
 
-    What makes a step slower than it could be is a warning. With a pipeline or tensor parallelism, each stage or shard
-    logs its own part of the model.
+    Warn of what makes steps slower than they could be. Call this on one rank of each part of the model: of each
+    pipeline stage and, under ``tp_mode: shard``, of each tensor-parallel shard.
 
     Args:
         adapter: the :class:`Adapter` of the engine's ZeRO wrapper.
@@ -112,7 +112,7 @@ def _update_phrases(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> t
 
 
 def _size_of_updates(config: MuonConfig) -> str:
-    """Return the size of an update as a number times the learning rate, or as a formula where it varies by shape."""
+    """Return a phrase for the log on the size of updates: their RMS, or a formula if it depends on the shape."""
     size = f"RMS {config.rms_scale:g} x lr" if config.scale == "match_rms_adamw" else f"scale {SCALES[config.scale][0]}"
     return f"updates of {size} (adjust_lr_fn {config.scale}, {config.scale_reason})"
 
@@ -167,7 +167,10 @@ def _why_dtype(optimizer: MuonWithAuxAdam) -> str:
 
 
 def _work_division(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
-    """Return a phrase on how ranks divide the work at stage 0; none at other stages, on one rank, with other splits."""
+    """Return a list with one phrase for the log: how the ranks divide Newton-Schulz at ZeRO stage 0.
+
+    The list is empty at other stages, on a single rank, and under tensor parallelism.
+    """
     if engine.world_size == 1 or engine.zero_optimization_stage() > 0 or tp_rank(engine)[1] > 1:
         return []
     shared = [partition.is_replicated for partition in optimizer.partitions]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inside a run that ``ds_muon try`` has started: another optimizer, a multiple of its rate, N steps, and a record.
+"""What runs in a process that ``ds_muon try`` has started: change the optimizer and its learning rate, record N steps.
 
-Nothing here acts unless the environment variable :data:`VARIABLE` names a file. The script does not change: what it
-builds and reads stays as it is, and the changes are made where DeepSpeed reads its config and where the optimizer
-steps.
+Nothing happens unless the environment variable :data:`VARIABLE` names a file. The user's script is not changed;
+DeepSpeed is patched where it reads the config, builds the optimizer and takes a step.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from deepspeed.muon.exchange.consensus import summed
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.zero.wrappers.adapter import Seam
 
-#: Variable that names the file of a variant. DeepSpeed's launcher passes variables to other nodes if their names begin
-#: with ``PYTHON``.
+#: Environment variable with the path of the variant's JSON file. Its name begins with ``PYTHON``, because DeepSpeed's
+#: launcher passes such variables to other nodes.
 VARIABLE = "PYTHON_DS_MUON_TRY"
 #: Settings of AdamW that Muon takes over from an optimizer that the script has built.
 TAKEN = ("lr", "betas", "eps", "weight_decay")
@@ -35,13 +34,13 @@ _ENGINE = "deepspeed.runtime.engine"
 
 
 def replacements() -> dict[Seam, Callable]:
-    """Return {attribute: function that replaces it} if ``ds_muon try`` has started this process; otherwise ``{}``."""
+    """Return {attribute: function that replaces it} if ``ds_muon try`` has started this process, otherwise ``{}``."""
     file = os.environ.get(VARIABLE)
     if not file:
         return {}
     try:
         variant = json.loads(Path(file).read_text())
-    except OSError as error:  # without its part in the record the other ranks would wait for this one
+    except OSError as error:  # the other ranks would wait for this one in the record's collectives
         raise SystemExit(f"ds_muon try: cannot read {file}: {error.strerror}; all nodes must share --out") from None
     run = TriedRun(variant)
     replaced: dict[Seam, Callable] = {
@@ -50,21 +49,25 @@ def replacements() -> dict[Seam, Callable]:
         Seam(_ENGINE, "DeepSpeedEngine.backward"): run.backward,
         Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): run.take_step,
     }
-    if variant["seed"]:  # the script's own seeds, moved
+    if variant["seed"]:  # added to each seed that the script sets
         replaced[Seam("torch", "manual_seed")] = lambda original, seed: original(int(seed) + variant["seed"])
     return replaced
 
 
 class TriedRun:
-    """One variant in one process.
+    """Run one variant of ``ds_muon try`` in this process: patch DeepSpeed as ``variant`` says, and record every step.
 
-    ``variant``, from the file that the command writes::
+    ``variant``, which ``ds_muon try`` has written as JSON::
 
-        muon: whether Muon takes AdamW's place         factor: of the rate, in each step
-        changes: sections of the ds_config             seed: what is added to seeds of torch
-        steps: after how many the run ends             records: file for a line of JSON per step, written by rank 0
+        muon: whether to train with Muon instead of AdamW
+        changes: ds_config sections to replace, if ``muon``
+        factor: number that multiplies the learning rate in every step
+        seed: number to add to the seed in each torch.manual_seed call of the script
+        steps: end the run after this many steps, or earlier if the loss is not finite
+        records: file to which rank 0 writes one line of JSON per step
 
-    The first line has the ds_config as DeepSpeed has read it; the last one, of a run that has ended here, ``end``.
+    The first line of ``records`` holds the ds_config that DeepSpeed has read. When this class ends the run, it writes
+    a last line: ``{"end": "done"}`` or ``{"end": "diverged"}``.
     """
 
     def __init__(self, variant: Mapping[str, Any]) -> None:
@@ -77,16 +80,16 @@ class TriedRun:
         self._steps, self._is_over = 0, False
 
     def read_config(self, original: Callable, config: Any, param_dict: dict[str, Any]) -> None:
-        """Replace ``DeepSpeedConfig._initialize_params``: change a ds_config that has an optimizer."""
+        """Replace ``DeepSpeedConfig._initialize_params``: apply ``changes`` to a ds_config that has an optimizer."""
         if self._variant["muon"] and param_dict.get("optimizer"):
             param_dict = {**param_dict, **self._variant["changes"]}
         original(config, param_dict)
 
     def configure_optimizer(self, original: Callable, engine: Any, client: Any, parameters: Any) -> None:
-        """Replace ``DeepSpeedEngine._configure_optimizer``: multiply the rates during each step.
+        """Replace ``DeepSpeedEngine._configure_optimizer``: multiply the learning rates by ``factor`` in each step.
 
-        If the script has built an AdamW, put a Muon with its settings in its place. The script and its schedule keep
-        the AdamW, and Muon takes the rates from there.
+        If the script has built an AdamW and the variant uses Muon, the engine gets a MuonWithAuxAdam with the AdamW's
+        settings. The script and its schedule keep the AdamW, whose learning rates :meth:`take_step` copies to Muon.
         """
         factor = self._variant["factor"]
         if client is not None:
@@ -113,15 +116,18 @@ class TriedRun:
         optimizer.register_step_post_hook(restore)
 
     def backward(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace ``DeepSpeedEngine.backward``: add up what it returns, the loss as a part of the step's mean."""
+        """Replace ``DeepSpeedEngine.backward``: add the loss that it returns to the sum for the current step.
+
+        The returned loss is already divided by the number of micro-batches.
+        """
         loss = original(engine, *args, **kwargs)
         self._losses[engine] = self._losses.get(engine, 0.0) + loss.detach().float()
         return loss
 
     def take_step(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> None:
-        """Replace ``DeepSpeedEngine._take_model_step``: write a record, and end the run after the last step.
+        """Replace ``DeepSpeedEngine._take_model_step``: call it, and write the step's record; a collective.
 
-        All ranks end in the same step, with exit status 0. A loss that is not finite ends the run as well.
+        End the run on all ranks, with exit status 0, after the variant's last step or a loss that is not finite.
         """
         if self._is_over:  # the script has caught SystemExit
             os._exit(0)
@@ -157,18 +163,21 @@ class TriedRun:
             )
         client, config = self._clients.get(engine), dict(engine._config._param_dict)
         if isinstance(engine.basic_optimizer, MuonWithAuxAdam) and not self._variant["muon"]:
-            raise SettingsError("ds_muon try: the run has Muon already; start from its ds_config for AdamW")
+            raise SettingsError("ds_muon try: the run has Muon already; pass a ds_config whose optimizer is AdamW")
         if client is not None:
             params = {key: client.defaults[key] for key in TAKEN if key in client.defaults}
             config["optimizer"] = {"type": type(client).__name__, "params": params}
         self._write({"config": config, "built_by_script": client is not None})
 
     def _of_all_ranks(self, engine: Any) -> tuple[float, int]:
-        """Return (mean loss of the ranks that have one, largest memory of a rank in bytes); a collective."""
+        """Return (mean loss over the ranks that have one, largest peak memory of a rank in bytes); a collective.
+
+        The memory is the accelerator's. Raise SettingsError if no rank has a loss.
+        """
         loss = self._losses.pop(engine, None)
         rank = torch.distributed.get_rank()
         rows = torch.zeros(torch.distributed.get_world_size(), 3, dtype=torch.float64, device="cpu")
-        if loss is not None:  # only the last stage of a pipeline has one
+        if loss is not None:  # only the last pipeline stage has one
             rows[rank, 0], rows[rank, 1] = float(loss), 1.0
         rows[rank, 2] = get_accelerator().max_memory_allocated()
         losses, counts, peaks = summed(rows).cpu().unbind(1)
@@ -186,7 +195,10 @@ class TriedRun:
 
 
 def _muon_like(client: torch.optim.Optimizer, model: torch.nn.Module) -> MuonWithAuxAdam:
-    """Return a Muon with the parameter groups and the settings of the script's AdamW."""
+    """Return a MuonWithAuxAdam with the parameter groups and settings of the script's AdamW, ``client``.
+
+    Raise SettingsError if ``client`` is another optimizer.
+    """
     if "adam" not in type(client).__name__.lower() or "betas" not in client.defaults:
         raise SettingsError(f"ds_muon try: the script passes {type(client).__name__}, but only AdamW can be compared")
     groups = [{key: group[key] for key in ("params", *TAKEN) if key in group} for group in client.param_groups]

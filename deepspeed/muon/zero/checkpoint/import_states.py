@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take weights and optimizer states of another run by parameter name: read DeepSpeed's files, match, write.
 
-``"checkpoint": {"muon_changed_model": "match"}`` in the ds_config allows a load of a run whose model, parameter groups,
-stage or ranks were different. ``ds_muon import`` writes what stock DeepSpeed's Muon saved as a universal checkpoint.
+``"checkpoint": {"muon_changed_model": "match"}`` in the ds_config allows loading a checkpoint of a run whose model,
+parameter groups, ZeRO stage or number of ranks were different. ``ds_muon import`` converts a checkpoint of stock
+DeepSpeed's Muon to a universal checkpoint.
 
-This package, DeepSpeed's AdamW and stock DeepSpeed's Muon save the same files. Only stock's momentum differs:
+This package, DeepSpeed's AdamW and stock DeepSpeed's Muon save the same files. Only the momentum of stock DeepSpeed's
+Muon is stored differently. The file of a rank contains:
 
 =====================================  ===========================================================================
-stage 3; stages 1 and 2 with offload,  each rank's share, laid out like its fp32 weights
+stage 3; stages 1 and 2 with offload,  the rank's part of the momentum, laid out like its fp32 weights
 ``BF16_Optimizer``
-stages 1 and 2                         each matrix of which the rank has a part, whole, one after the other
+stages 1 and 2                         the whole momentum of each matrix of which the rank holds a part, one by one
 =====================================  ===========================================================================
 
-Under fp16 without offload it averages gradients that are still multiplied by the loss scale: a read divides by it.
+Under fp16 without offload this momentum is multiplied by the loss scale; :meth:`SavedFiles.read` divides by it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from deepspeed.muon.saved_state import NAMES, read_mapped, saved_groups
 from deepspeed.muon.zero.refusals import refuse_load_by_name
 from deepspeed.muon.zero.wrappers import stage3, stage12
 
-#: Key of a parameter's fp32 weight, and of Muon's momentum in our files.
+#: Key of a parameter's fp32 weight, and of Muon's momentum in the files of deepspeed-muon.
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
 #: Whether Muon updates a parameter -> the keys of its state.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
@@ -57,7 +59,7 @@ MAX_LISTED = 8
 
 
 class States(Protocol):
-    """The weights and optimizer states of another run, by parameter name: what a reader gives."""
+    """The interface of objects that read another run's weights and optimizer states by parameter name."""
 
     #: What messages call it, such as "a checkpoint of AdamW".
     title: str
@@ -70,19 +72,19 @@ class States(Protocol):
         """Return a parameter's weight (``key="fp32"``) or state ``key``; an empty tensor if it was not saved."""
 
     def step(self, name: str) -> float:
-        """Return how many steps the parameter had taken."""
+        """Return how many optimizer steps the parameter ``name`` had taken when it was saved."""
 
 
 class SavedFiles:
-    """:class:`States` in the folder of one tag, as DeepSpeed saves it at any stage.
+    """:class:`States` that are read from the folder of one tag, as DeepSpeed saves it at any ZeRO stage.
 
     Attributes:
-        saved_parts: {parameter name: {"fp32" (the weight) or a key from :data:`KEYS`: the ranks' parts, in order}}.
-        model_state: the contents of the first file with a part of the model.
+        saved_parts: {parameter name: {"fp32" (the weight) or a key from :data:`KEYS`: each rank's part, in order}}.
+        model_state: the contents of the first model file.
         groups: the saved parameter groups.
-        saved_by: "deepspeed-muon", "stock's Muon" or "AdamW".
-        stage: of ZeRO.
-        loss_scale: by what the saved momentum was multiplied.
+        saved_by: "deepspeed-muon", "stock's Muon" (stock DeepSpeed's) or "AdamW".
+        stage: ZeRO stage of the saved run.
+        loss_scale: number by which the saved momentum is multiplied.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,14 +135,18 @@ class SavedFiles:
         return value.float() / self.loss_scale if is_scaled else value
 
     def step(self, name: str) -> float:
-        """Return how many steps the parameter had taken."""
+        """Return how many optimizer steps the parameter ``name`` had taken when it was saved."""
         missed = next((group[STARTED][name] for group in self.groups if name in group.get(STARTED, {})), 0)
         # Stock's Muon counts no steps of its own; those of another parameter, or the engine's, are the same.
         engines = float(self.model_state["global_steps"] - self.model_state["skipped_steps"])
         return self._steps_taken.get(name, next(iter(self._steps_taken.values()), engines)) - missed
 
     def _add(self, name: str, use_muon: bool, flat_states: Mapping[str, Tensor], part: slice = slice(None)) -> None:
-        """Append one rank's values of a parameter: the slice ``part`` of the flat tensors in ``flat_states``."""
+        """Append one rank's part of a parameter's weight and states to ``saved_parts``.
+
+        It is the slice ``part`` of the rank's flat tensors, ``flat_states``. ``use_muon``: whether Muon updated the
+        parameter; ignored for the files of deepspeed-muon, which list Muon's parameters.
+        """
         use_muon = name in self._matrices if self.is_ours else use_muon
         for key in (WEIGHT, *KEYS[use_muon]):
             file_key = MOMENTUM if self.is_ours and use_muon and key != WEIGHT else key
@@ -152,7 +158,10 @@ class SavedFiles:
             self._steps_taken.setdefault(name, float(flat_states["step"]))
 
     def _add_zero(self, zero_states: list[dict[str, Any]]) -> None:
-        """Add the parameters of stages 1 to 3, from the parts that the ranks saved. ``zero_states``: that of each."""
+        """Add the weights and optimizer states of a checkpoint of ZeRO stages 1 to 3 to ``saved_parts``.
+
+        ``zero_states``: the saved state of the ZeRO wrapper on each rank.
+        """
         section = (self.model_state.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
         is_whole = False
         if self.saved_by == "stock's Muon" and section.get("device", "none") == "none":
@@ -184,7 +193,10 @@ class SavedFiles:
                         self.is_muon[name] = True
 
     def _add_stage0(self, outer: Mapping[str, Any], module_state: Mapping[str, Tensor]) -> None:
-        """Add the parameters of stage 0, of which only this package saves the names."""
+        """Add the weights and optimizer states of a stage-0 checkpoint to ``saved_parts``.
+
+        Raise ImportStateError if its groups lack parameter names, which only deepspeed-muon saves at stage 0.
+        """
         base, names = outer.get("optimizer_state_dict", outer), [group.get(NAMES, ()) for group in self.groups]
         if [*map(len, names)] != [len(group["params"]) for group in self.groups]:
             raise ImportStateError(
@@ -206,10 +218,10 @@ def _by_rank(files: Iterator[Path]) -> list[Path]:
 
 
 class Match(NamedTuple):
-    """What becomes of parameters in an import.
+    """What becomes of each parameter when the state of another run is loaded.
 
-    ``actions``: parameter name -> key of :data:`ENDS`, what becomes of its state.
-    ``outcomes``: text for the log, such as "as saved" -> names of the parameters that it describes.
+    ``actions``: {parameter name: key of :data:`ENDS`, which says what becomes of its state}.
+    ``outcomes``: {text for the log, such as "as saved": names of the parameters that it describes}.
     """
 
     actions: dict[str, str]
@@ -217,13 +229,14 @@ class Match(NamedTuple):
 
 
 def match(optimizer: MuonWithAuxAdam, other_run: States, is_changed: bool = False) -> Match:
-    """Decide what becomes of the optimizer's parameters; nothing is written yet.
+    """Decide what becomes of the optimizer's parameters when ``other_run`` is loaded; nothing is written yet.
 
-    ``is_changed``: whether the model may have changed. Then state that is missing, or of Muon where AdamW updates now,
-    starts at zero, and a parameter that AdamW updates in both runs may have another number of rows.
+    ``is_changed``: whether the model may have changed. Then state that is missing, or is Muon's where AdamW updates
+    now, starts at zero, and a parameter that AdamW updates in both runs may have another number of rows.
 
     Raises:
-        ImportStateError: a parameter has no state, another optimizer or another shape, and nothing says what to do.
+        ImportStateError: a parameter's shape does not fit; or it has no state or had another optimizer, and neither
+            ``is_changed`` nor the setting ``import_momentum`` says what becomes of its state.
     """
     # If the other run used Muon, what it left to AdamW probably belongs there, unless the config says otherwise.
     config = optimizer.config
@@ -260,7 +273,10 @@ def match(optimizer: MuonWithAuxAdam, other_run: States, is_changed: bool = Fals
 
 
 def log_outcomes(what: str, outcomes: Mapping[str, Sequence[str]]) -> None:
-    """Log ``what`` was imported, and what became of how many parameters."""
+    """Log ``what``, a phrase such as "imported the optimizer states of AdamW", and what became of how many parameters.
+
+    ``outcomes``: those of :class:`Match`.
+    """
     lines = [f"  {len(names)}: {text} ({listed(names, MAX_LISTED)})" for text, names in outcomes.items()]
     if any(text.startswith(TO_MUON) for text in outcomes):
         lines.append(
@@ -274,9 +290,10 @@ def log_outcomes(what: str, outcomes: Mapping[str, Sequence[str]]) -> None:
 
 @torch.no_grad()
 def write(adapter: Any, other_run: States, actions: Mapping[str, str]) -> None:
-    """Write weights, and states as ``actions`` says (:class:`Match`; if it is empty, none), on this rank.
+    """Write the weights and states of ``other_run`` into the partitions on this rank.
 
-    Afterwards the weights must be copied into the model; see :meth:`Adapter.publish_weights`.
+    ``actions``: those of :class:`Match`; if empty, only weights are written. Afterwards the weights must be copied into
+    the model; see :meth:`Adapter.publish_weights`.
     """
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():
@@ -298,9 +315,9 @@ def write(adapter: Any, other_run: States, actions: Mapping[str, str]) -> None:
 def _write_steps(
     optimizer: MuonWithAuxAdam, partition: Partition, other_run: States, actions: Mapping[str, str]
 ) -> None:
-    """Write step counts. Under ZeRO a tensor contains several parameters, and has the largest count of theirs.
+    """Write the step counts of a partition's tensors. A flat tensor gets the largest count of its parameters.
 
-    An AdamW group also stores how many fewer steps each parameter has taken.
+    An AdamW group also stores, for each parameter with a smaller count, how much smaller it is.
     """
     # Moments at zero count from 0, so that their bias correction starts again.
     tensor_of = {shard.spec.name: shard.tensor for shard in partition.shards}
@@ -360,7 +377,7 @@ def load_by_name(
 
 
 def _check_schedule(schedule: Any, saved: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError if ``saved`` is ``None`` or has another number of groups than ``schedule``."""
+    """Raise CheckpointError if ``saved``, a schedule's state, is ``None`` or has other groups than ``schedule``."""
     if saved is None:
         raise CheckpointError("the checkpoint has no learning-rate schedule; pass load_lr_scheduler_states=False")
     old, new = len(saved.get("base_lrs", ())), len(getattr(schedule, "base_lrs", ()))
@@ -374,7 +391,10 @@ def _check_schedule(schedule: Any, saved: Mapping[str, Any] | None) -> None:
 def _load_counters(
     engine: Any, arguments: Mapping[str, Any], model_state: Mapping[str, Any], load_schedule: bool
 ) -> dict[str, Any]:
-    """Load what DeepSpeed keeps in the model's file, except weights; return the script's ``client_state``."""
+    """Load step counts and the states of schedules and data samplers from ``model_state``, a model file's contents.
+
+    Return the script's ``client_state``. ``arguments``: those of ``load_checkpoint``.
+    """
     left_out = {"module"} if arguments["load_module_only"] else set(COUNTED)
     left_out |= {kind for kind in ("lr_scheduler", "optimizer") if arguments[f"load_{kind}_states"]}
     if load_schedule:
@@ -393,7 +413,7 @@ def _load_counters(
 def _write_untrained(engine: Any, saved_files: SavedFiles) -> dict[str, list[str]]:
     """Copy the checkpoint's frozen parameters and buffers into the model; a collective at stage 3.
 
-    Return {text for the log: names} of parameters that are not trained.
+    Return {text for the log: names}, for frozen parameters and for what the checkpoint has but not this model.
     """
     from deepspeed.runtime.zero import GatheredParameters
 
@@ -418,7 +438,7 @@ def _write_untrained(engine: Any, saved_files: SavedFiles) -> dict[str, list[str
 
 
 def import_stocks_muon(stock_folder: Path, universal_folder: Path) -> dict[str, Any]:
-    """Write a checkpoint of stock DeepSpeed's Muon, the folder of one tag, as a universal checkpoint.
+    """Convert a checkpoint of stock DeepSpeed's Muon, in the folder of one tag, to a universal checkpoint.
 
     Return a dict: "from" and "to" (the paths), "stage" (of ZeRO), "matrices" and "adamw" (how many parameters Muon and
     AdamW update) and "loss_scale" (by which the momentum was divided).

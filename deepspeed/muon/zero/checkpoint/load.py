@@ -2,7 +2,7 @@
 """Load a checkpoint on all ranks, or raise the same error on all of them and change nothing.
 
 :func:`load_checkpoint` replaces DeepSpeed's. Every rank first checks, by the names and the structure of its files,
-whether they fit the engine (:func:`misfit`). ``arguments`` are {name of an argument of ``load_checkpoint``: value}.
+whether they fit the engine (:func:`misfit`). In this module ``arguments`` are those of ``load_checkpoint``, as a dict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deepspeed.muon.zero.scheduler import apply_schedule
 MAX_LISTED = 4
 #: The section of a ds_config that allows a load by parameter names.
 MATCH = '"checkpoint": {"muon_changed_model": "match"}'
-#: The tag of a load under way; "" if it is of a universal checkpoint, ``None`` without a load of Muon's.
+#: The tag that :func:`load_checkpoint` is loading; "" if the checkpoint is universal, ``None`` outside of loads.
 _gathered_tag: ContextVar[str | None] = ContextVar("_gathered_tag", default=None)
 #: Names of the files with a part of the model, and with a rank's optimizer state under ZeRO.
 MODEL_FILE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states.pt")
@@ -43,7 +43,7 @@ Shapes = dict[str, tuple[int, ...]]
 def fp32_weights(original: Callable, folder: str, tag: str | None = None, **kwargs: Any) -> Any:
     """Replace ``get_fp32_state_dict_from_zero_checkpoint``: read the tag that is being loaded, not the latest one.
 
-    A load of a universal checkpoint calls it too, and ignores the result.
+    Return ``{}`` during a load of a universal checkpoint, because DeepSpeed then ignores the result.
     """
     of_load = _gathered_tag.get()
     return {} if of_load == "" else original(folder, tag=tag or of_load, **kwargs)
@@ -55,6 +55,8 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
     Raises:
         CheckpointError: on all ranks, with the same message, if a file is missing or unreadable or does not fit. The
             engine is unchanged.
+        ImportStateError: the same for a universal checkpoint.
+        UnsupportedError: this engine cannot load universal checkpoints.
     """
     arguments = arguments_of(original, engine, args, kwargs)
     compare_arguments(engine, "load_checkpoint", arguments)
@@ -81,9 +83,9 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 
 @contextmanager
 def _keeping_scaler(wrapper: Any) -> Iterator[None]:
-    """Return a context for loading a checkpoint: ignore a saved loss scaler of another class than the wrapper's.
+    """Return a context for loading a checkpoint: keep the wrapper's loss scaler if the saved one has another class.
 
-    A run in another precision saves such a scaler. The wrapper then keeps its own.
+    A run in another precision saves such a scaler.
     """
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
@@ -95,7 +97,8 @@ def _keeping_scaler(wrapper: Any) -> Iterator[None]:
 def _find(engine: Any, arguments: dict[str, Any], may_change: bool) -> bool:
     """Find the checkpoint, set ``arguments["tag"]``, and return whether it must be loaded by parameter names.
 
-    A collective. ``may_change``: whether a load by names is allowed.
+    A collective. ``may_change``: whether the config allows a load by names. For weights on NVMe that are loaded without
+    optimizer states, also set ``weights_from`` of the engine's adapter.
 
     Raises:
         CheckpointError, UnsupportedError: on all ranks, if the checkpoint cannot be loaded.
@@ -117,7 +120,10 @@ def _find(engine: Any, arguments: dict[str, Any], may_change: bool) -> bool:
 
 
 def _finish(engine: Any, has_rates: bool) -> None:
-    """Begin the step again. ``has_rates``: whether the groups have the checkpoint's learning rates."""
+    """Finish a load: drop the gradients of an unfinished step and, without ``has_rates``, set the schedule's rates.
+
+    ``has_rates``: whether the load has set the learning rates of the parameter groups.
+    """
     # Gradients of an unfinished step belong to the weights from before the load.
     engine.micro_steps -= micro_batches_done(engine)
     engine.muon_adapter.drop_gradients()
@@ -127,7 +133,7 @@ def _finish(engine: Any, has_rates: bool) -> None:
 
 @contextmanager
 def _reading_once(engine: Any) -> Iterator[None]:
-    """Return a context for a load, in which each file is read once, and whose end forgets what it has read."""
+    """Return a context for a load: read each file only once, and forget the contents at the end."""
     files = engine.checkpoint_engine if isinstance(engine.checkpoint_engine, SafeFiles) else None
     if files:
         files.opened = {}
@@ -141,9 +147,9 @@ def _reading_once(engine: Any) -> Iterator[None]:
 
 
 def _agreed(engine: Any, arguments: Mapping[str, Any], may_change: bool) -> tuple[str | None, bool]:
-    """Return (the tag to load, or ``None`` if there is none, whether it must be loaded by parameter names).
+    """Return (tag to load or ``None``, whether it must be loaded by parameter names), equal on all ranks.
 
-    A collective. ``may_change``: whether a load by names is allowed.
+    A collective. ``may_change``: whether the config allows a load by names.
 
     Raises:
         CheckpointError: on all ranks, with the problems of all, if the checkpoint cannot be loaded.
@@ -168,7 +174,10 @@ def _agreed(engine: Any, arguments: Mapping[str, Any], may_change: bool) -> tupl
 
 
 def _own_view(engine: Any, arguments: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
-    """Return this rank's (tag, damage, why the checkpoint does not fit), each ``None`` if there is none."""
+    """Return (tag to load, error message about damaged files, why the checkpoint does not fit), as this rank sees them.
+
+    Each is ``None`` if there is none.
+    """
     tag = arguments["tag"]
     try:
         _refuse_moved(engine)
@@ -189,7 +198,10 @@ def _refuse_moved(engine: Any) -> None:
 
 
 def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
-    """Return the tag of the universal checkpoint to load, from ``arguments`` or the file ``latest_universal``."""
+    """Return the tag of the universal checkpoint to load, from ``arguments`` or the file ``latest_universal``.
+
+    Raise CheckpointError if there is none.
+    """
     _refuse_moved(engine)
     folder = Path(arguments["load_dir"])
     if tag := arguments["tag"] or _latest(folder, "latest_universal"):
@@ -206,7 +218,10 @@ def _universal_tag(engine: Any, arguments: dict[str, Any]) -> str:
 
 
 def _latest(folder: Path, name: str = "latest") -> str | None:
-    """Return the tag that is written in the file ``name`` of a checkpoint folder; ``None`` if there is no such file."""
+    """Return the tag in the file ``name`` of a checkpoint folder; ``None`` if there is no such file.
+
+    Raise CheckpointError if the file is empty.
+    """
     file = folder / name
     if not file.is_file():
         return None
@@ -241,7 +256,8 @@ def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
 def misfit(engine: Any, arguments: Mapping[str, Any]) -> str | None:
     """Return why the checkpoint that ``arguments`` name does not fit, and what to do; ``None`` if it fits.
 
-    Call it with a tag whose folder exists. It opens the files that this rank would load, but reads no optimizer state.
+    ``arguments``: those of ``load_checkpoint``, with a tag whose folder exists. The files that this rank would load are
+    opened, but no optimizer state is read.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -273,7 +289,7 @@ def misfit(engine: Any, arguments: Mapping[str, Any]) -> str | None:
 
 
 def fitting_zero_state(engine: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return this rank's saved ZeRO state if it has the layout of the engine's tensors, otherwise ``None``."""
+    """Return this rank's saved ZeRO state if its tensors are laid out like the engine's, otherwise ``None``."""
     everything = {**arguments, "load_optimizer_states": True, "load_module_only": False}
     if _names_difference(engine, everything, Path(arguments["load_dir"], arguments["tag"])):
         return None
@@ -283,7 +299,10 @@ def fitting_zero_state(engine: Any, arguments: Mapping[str, Any]) -> Mapping[str
 
 
 def _names_difference(engine: Any, arguments: Mapping[str, Any], folder: Path) -> str | None:
-    """Return why the files in ``folder`` are not those of this stage, precision, ranks and parts of the model."""
+    """Return why the files in ``folder`` do not fit, judging by their names only; ``None`` if they fit.
+
+    They must fit the engine's ZeRO stage, precision, number of ranks, and number of parts of the model.
+    """
     names = [file.name for file in folder.iterdir()]
     models = [name for name in names if MODEL_FILE.fullmatch(name)]
     shards = list(filter(None, map(SHARD_FILE.fullmatch, names)))
@@ -314,7 +333,10 @@ def _names_difference(engine: Any, arguments: Mapping[str, Any], folder: Path) -
 
 
 def _opened(engine: Any, name: str, key: str | None = None) -> dict[str, Any]:
-    """Return the contents of a file or, with ``key``, that entry of it."""
+    """Return the contents of the checkpoint file ``name`` or, with ``key``, only this entry of the contents.
+
+    Raise CheckpointError if the file is missing or cannot be read.
+    """
     file = Path(name)
     if not file.is_file():
         raise CheckpointError(f"{file.name} is missing; restore it, or load another tag")
@@ -327,7 +349,7 @@ def _opened(engine: Any, name: str, key: str | None = None) -> dict[str, Any]:
 
 
 def _states(engine: Any, arguments: Mapping[str, Any], model_state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return this rank's saved optimizer state: that of ZeRO's wrapper, or at stage 0 of the optimizer."""
+    """Return this rank's saved optimizer state: the ZeRO wrapper's or, at stage 0, the optimizer's own."""
     place = arguments["load_dir"], arguments["tag"]
     if engine.zero_optimization():
         return _opened(engine, engine._get_zero_ckpt_name(*place), "optimizer_state_dict")
@@ -338,7 +360,10 @@ def _states(engine: Any, arguments: Mapping[str, Any], model_state: Mapping[str,
 
 
 def _shape_difference(engine: Any, model_state: Mapping[str, Any], folder: Path, is_strict: bool) -> str | None:
-    """Return which parameter or buffer of the model is not the saved one; ``None`` if there is none."""
+    """Return an error message if a parameter or buffer has another shape in the checkpoint; otherwise ``None``.
+
+    With ``is_strict``, also if one is missing, which is not checked at stage 3, with experts or in a pipeline.
+    """
     current, is_complete = _shapes(engine.module), False
     if engine.pipeline_parallelism and not engine.has_moe_layers:  # with experts DeepSpeed saves no file of a layer
         saved, current = _shapes_of_layers(engine, folder)
@@ -372,7 +397,7 @@ def _shapes(module: nn.Module) -> Shapes:
 
 
 def _shapes_of_layers(engine: Any, folder: Path) -> tuple[Shapes, Shapes]:
-    """Return the shapes in the files of this pipeline stage's layers, and those of the layers."""
+    """Return (saved shapes, current shapes) of the parameters and buffers in this pipeline stage's layers."""
     saved, current = Shapes(), Shapes()
     for index, layer in enumerate(engine.module.forward_funcs):
         if hasattr(layer, "load_state_dict"):
@@ -386,7 +411,10 @@ def _shapes_of_layers(engine: Any, folder: Path) -> tuple[Shapes, Shapes]:
 def _layout_difference(
     engine: Any, model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], convert: str
 ) -> str | None:
-    """Return how the optimizer's tensors differ from the saved ones, as an error message; ``None`` if they do not."""
+    """Return how the optimizer's tensors differ from the saved ones, as an error message; ``None`` if they do not.
+
+    ``convert``: advice to convert the checkpoint, for the end of the message.
+    """
     wrapper = engine.optimizer
     before, now = _precision(model_state.get("ds_config")), _precision(engine.config)
     if before and now and before != now:
@@ -414,7 +442,7 @@ def _layout_difference(
 
 
 def _precision(ds_config: Any) -> str | None:
-    """Return the precision that a ds_config sets; ``None`` if only the path of its file is known."""
+    """Return ``"bf16"``, ``"fp16"`` or ``"fp32"``, as a ds_config sets it; ``None`` if only a file name is known."""
     if not isinstance(ds_config, Mapping):
         return None
     names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
@@ -439,7 +467,10 @@ def _stage0_orders(optimizer: Any, optimizer_state: Mapping[str, Any]) -> tuple[
 
 
 def _order_difference(saved: list[Any], current: list[Any]) -> str | None:
-    """Return an error message if the parameters' order differs; they are given by name and shape, or by size."""
+    """Return an error message if the order of the parameters differs, otherwise ``None``.
+
+    ``saved``, ``current``: each parameter's name, name and shape, or number of elements; a saved ``None`` fits any.
+    """
     for place, (old, new) in enumerate(itertools.zip_longest(saved, current)):
         if old != new and (old is not None or place >= len(saved)):
             return (

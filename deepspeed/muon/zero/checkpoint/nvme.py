@@ -63,7 +63,7 @@ def each_sub_group(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
 
 @torch.no_grad()
 def restore(wrapper: Any, optimizer: MuonWithAuxAdam, zero_state: Mapping[str, Any], load_states: bool) -> None:
-    """Load ``zero_state``, a rank's ZeRO state, into an engine that keeps weights or states on NVMe.
+    """Load ``zero_state``, this rank's saved ZeRO state, into an engine that keeps weights or states on NVMe.
 
     ``load_states``: whether to load optimizer states, settings of groups and the loss scale too, or only fp32 weights.
     """
@@ -81,7 +81,10 @@ def restore(wrapper: Any, optimizer: MuonWithAuxAdam, zero_state: Mapping[str, A
 def _load_settings(
     wrapper: Any, optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings of parameter groups; return {flat weights: {state key: saved state}} for the caller to copy."""
+    """Load the settings of parameter groups, but no states. ``state_dict``: the saved optimizer's.
+
+    Return {flat weights of a sub-group: {state key: saved state}}, for the caller to copy.
+    """
     swapped = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
     wrapper._set_fp32_optimizer_param_groups()
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a checkpoint on all ranks or on none, and leave no part of files.
+"""Save a checkpoint on all ranks or on none, and leave no incomplete files.
 
 :func:`save_checkpoint` replaces DeepSpeed's. Its files go through :class:`SafeFiles`, a checkpoint engine of which
 DeepSpeed calls ``makedirs``, ``create``, ``save`` (once per file) and ``commit`` in this order. ``create`` and
-``commit`` are collectives and raise the error of one rank on all ranks; the other calls keep an error until then.
+``commit`` are collectives and raise the error of one rank on all ranks; the other two keep an error until then.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ FAILED = (
 class SafeFiles(CheckpointEngine):
     """A checkpoint engine that writes temporary files, and renames them once the files of all ranks are on disk.
 
-    ``contents``: DeepSpeed's default checkpoint engine, which writes and reads the contents of a file. ``is_first``:
-    whether this is the first of the ranks that see the same folders: rank 0, or each node's first rank.
+    Args:
+        contents: DeepSpeed's default checkpoint engine, which writes and reads the contents of a file.
+        rank: this rank's global number.
+        is_first: whether this is the first of the ranks that see the same folders: rank 0, or each node's first rank.
     """
 
     def __init__(self, contents: CheckpointEngine, rank: int, is_first: bool) -> None:
@@ -50,7 +52,7 @@ class SafeFiles(CheckpointEngine):
         self._files: dict[Path, Path] = {}
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
+        """Make the folder ``path``; keep an error for the next ``create`` or ``commit``."""
         with self.errors_kept():
             Path(path).mkdir(parents=True, exist_ok=exist_ok)
 
@@ -89,7 +91,7 @@ class SafeFiles(CheckpointEngine):
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the contents of a checkpoint file; within a load, read each file once."""
+        """Return the contents of a checkpoint file. While ``opened`` is a dict, read each file only once."""
         opened = {} if self.opened is None else self.opened
         if path not in opened:
             is_mapped = path.endswith("optim_states.pt")  # a load copies these; the script may keep what others contain
@@ -107,7 +109,10 @@ class SafeFiles(CheckpointEngine):
             self._error = self._error or error
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> None:
-        """Call ``act``; if a rank has kept an error or raises one, raise those of all ranks, and clean up."""
+        """Call ``act`` on every rank that has kept no error; a collective.
+
+        If ``act`` fails or an error was kept, remove the temporary files and raise CheckpointError on all ranks.
+        """
 
         def attempt() -> None:
             if self._error is not None:
@@ -124,7 +129,7 @@ class SafeFiles(CheckpointEngine):
             raise
 
     def _remove_older(self) -> None:
-        """Remove the files of an older checkpoint of this tag, whose ranks or stage may have been others."""
+        """Remove the files of an older checkpoint of this tag; another ZeRO stage may have given them other names."""
         if not self.is_first or self._folder not in {path.parent for path in self._files}:
             return  # save_16bit_model writes its file next to the folders of tags
         older = [*self._folder.glob("*model_states.pt"), *self._folder.glob("*optim_states.pt")]
@@ -164,7 +169,7 @@ def _sync(path: Path) -> None:
 
 
 def configure_checkpointing(original: Callable, engine: Any) -> None:
-    """Replace ``DeepSpeedEngine._configure_checkpointing``: put :class:`SafeFiles` around the default engine."""
+    """Replace ``DeepSpeedEngine._configure_checkpointing``: wrap a default checkpoint engine in :class:`SafeFiles`."""
     original(engine)
     if type(engine.checkpoint_engine).__name__ == "TorchCheckpointEngine":  # not one that the config or script names
         is_first = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
@@ -172,7 +177,11 @@ def configure_checkpointing(original: Callable, engine: Any) -> None:
 
 
 def micro_batches_done(engine: Any) -> int:
-    """Return how many micro-batches of the current step have run; 0 if the script itself decides when to step."""
+    """Return how many micro-batches of the current gradient accumulation have run.
+
+    Return 0 if the script sets the boundary itself, by ``managed_gradient_accumulation: false`` or
+    ``engine.set_gradient_accumulation_boundary``.
+    """
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
     if not is_managed or engine._is_gradient_accumulation_boundary is not None:
         return 0
@@ -194,7 +203,10 @@ def arguments_of(original: Callable, engine: Any, positional: tuple, keywords: d
 
 
 def compare_arguments(engine: Any, call: str, arguments: Mapping[str, Any]) -> None:
-    """Raise CheckpointError on all ranks if they pass different arguments to the function ``call``; a collective."""
+    """Raise CheckpointError on all ranks if they pass different arguments to the method named ``call``; a collective.
+
+    ``arguments``: {name: value}. Those in :data:`COMMON` are compared.
+    """
     values = {name: value for name, value in arguments.items() if name in COMMON}
     for name in {"save_dir", "load_dir"} & values.keys():
         values[name] = str(Path(values[name]).absolute()) if values[name] else ""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load universal checkpoints: folders with one file per parameter and state, which stock DeepSpeed can load as well.
 
-Stock's converter makes them from checkpoints of this optimizer and of AdamW, ``ds_muon import`` from stock's Muon.
-This loader replaces stock's, which supports only one kind of group. It uses the layout to which the optimizer is bound,
-so ranks, stage and parameter order may change. Files are memory-mapped; each rank reads its share.
+DeepSpeed's ``ds_to_universal`` makes them from checkpoints of deepspeed-muon and AdamW, ``ds_muon import`` from those
+of stock DeepSpeed's Muon. This loader replaces DeepSpeed's, which does not support Muon and AdamW groups together. The
+ranks, ZeRO stage and order of parameters may change. Files are memory-mapped; each rank reads only what it needs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Folder:
         return value["param"] if isinstance(value, dict) else value
 
     def step(self, name: str) -> float:
-        """Return how many optimizer steps the parameter ``name`` had taken at the save."""
+        """Return how many optimizer steps the parameter ``name`` had taken when it was saved."""
         if (self.zero / name / "step.pt").is_file():
             return float(self._open(f"{name}/step.pt")) - self.missed.get(name, 0)
         state = self.common.get("optimizer_state_dict", {}).get("state", {})
@@ -192,7 +192,11 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
 
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Match]:
-    """Open and check a universal checkpoint; return (checkpoint, what becomes of the parameters)."""
+    """Open and check a universal checkpoint. Return (the checkpoint, what becomes of each parameter's state).
+
+    The :class:`Match` is empty if no states are loaded. Raise ImportStateError, UnsupportedError or ValueError if the
+    checkpoint does not fit.
+    """
     checkpoint, matched = Folder(path, _shards(engine, optimizer)), Match({}, {})
     if load_states:
         was_muon = any(checkpoint.is_muon.values())
@@ -209,7 +213,10 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 
 def _load_owner_state(engine: Any, optimizer: MuonWithAuxAdam, checkpoint: Folder) -> None:
-    """Load the state of update rules from a universal checkpoint; warn if some is missing and starts at zero."""
+    """Load the state of whole matrices, such as NorMuon's second moments, from a universal checkpoint.
+
+    Warn if the state of some matrices is missing. It then starts at zero.
+    """
     # DeepSpeed's converter keeps the state that one rank saved: that of other stages, experts and shards is lost.
     several = {name for name, (sharding, _) in checkpoint.shards.items() if len(sharding.ranges) > 1}
     if optimizer.config.tp_mode == "whole":
@@ -266,7 +273,10 @@ def _matched(
 
 
 def _warn_of_fused(optimizer: MuonWithAuxAdam, checkpoint: Folder, actions: Mapping[str, str]) -> None:
-    """Warn of fused weights (QKV), "kept" in ``actions``, that Muon now splits and the saved run may not have."""
+    """Warn of fused weights, such as QKV, that Muon now splits and that the saved run may have updated whole.
+
+    ``actions``: those of :class:`Match`. The warning is about weights whose momentum is "kept".
+    """
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
             f"deepspeed-muon: {len(names)} fused parameters (first: {names[0]}) are now updated as several matrices; "

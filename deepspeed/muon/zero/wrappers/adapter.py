@@ -45,7 +45,7 @@ class Adapter:
         self.is_swapped = bool(getattr(self.wrapper, "swap_optimizer", False))
         #: Whether the optimizer's states, or parameters, lie on NVMe.
         self.uses_nvme = self.is_swapped or bool(getattr(self.wrapper, "params_in_nvme_and_cpu", False))
-        #: The saved ZeRO state whose fp32 weights a load under way takes without its optimizer states; on NVMe only.
+        #: During a load of only the weights, with NVMe: the saved ZeRO state from which to take the fp32 weights.
         self.weights_from: Mapping[str, Any] | None = None
         #: Whether a backward has run since the engine's last ``step()``.
         self.has_backward = False
@@ -53,7 +53,7 @@ class Adapter:
 
     @cached_property
     def model_parts(self) -> int:
-        """Return into how many files a checkpoint splits the model: pipeline stages x tensor-parallel ranks."""
+        """Return into how many parts a checkpoint splits the model: pipeline stages x tensor-parallel ranks."""
         return stages_of(self.engine.module) * tp_rank(self.engine)[1]
 
     @property
@@ -103,10 +103,10 @@ class Adapter:
         return Partition(index, (tensor,), shards, group, comm.get_rank(group), comm.get_world_size(group))
 
     def prepare(self, group_count: int) -> None:
-        """Replace the wrapper's methods that would go wrong in a step with Muon. Call this once, before the first step.
+        """Patch the wrapper's methods that would make a step of Muon wrong. Call this once, before the first step.
 
         ``group_count``: the largest number of parameter groups in a pipeline stage. The number of collectives for
-        gradient norms depends on it, and must be the same in all stages.
+        gradient norms depends on it, and must be the same in all pipeline stages.
         """
 
     def watch_gradients(self) -> Callable[[], Agreed]:
@@ -117,9 +117,9 @@ class Adapter:
         return watch_norms(self.replace)
 
     def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
-        """Return the consecutive pieces of a partition's flat gradient, before DeepSpeed calls ``step`` for it.
+        """Return a partition's flat gradient as a sequence of consecutive tensors, before ``step`` is called for it.
 
-        ``None`` if they are not in memory, or if one call of ``step`` updates all partitions.
+        Return ``None`` if they are not in memory, or if one call of ``step`` updates all partitions.
         """
         return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global gradient norms, and loss scales, of DeepSpeed's wrappers: equal on all ranks, and right for Muon's groups."""
+"""Patches that make the gradient norms and loss scales of DeepSpeed's wrappers correct and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ NORM_METHODS = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_
 
 
 class NormWatch:
-    """The gradient norm of each parameter group, as ZeRO computes them in the current step."""
+    """Record the gradient norms that ZeRO computes in the current step, one per parameter group.
+
+    Call an instance to learn whether they are all finite.
+    """
 
     def __init__(self) -> None:
         # Not the combined norm: a bad group has norm -1, which DeepSpeed before 0.19.8 squares into a harmless 1.
@@ -37,7 +40,10 @@ class NormWatch:
         return self._norms[-1]
 
     def read(self, flags: Tensor) -> list[int]:
-        """Return the elements of ``flags``, int32. The norms are read with them: the host waits for the device once."""
+        """Return the elements of the int32 tensor ``flags``, and read the recorded norms in the same transfer.
+
+        The host thus waits for the device only once.
+        """
         late = [norm for norm in self._norms if isinstance(norm, Tensor) and norm.device == flags.device]
         if not late:
             return flags.tolist()
@@ -64,10 +70,9 @@ class NormWatch:
 
 
 def watch_norms(replace: Callable[[str, Callable], None]) -> NormWatch:
-    """Record the gradient norm of each parameter group during every step at stages 1 to 3.
+    """Return a new :class:`NormWatch` that records the gradient norms of every step at stages 1 to 3.
 
-    Return a function to call during a step, before any weight is updated. ``replace``: :meth:`Adapter.replace` of the
-    engine's adapter.
+    Call it during a step, before any weight is updated. ``replace``: :meth:`Adapter.replace` of the engine's adapter.
     """
     watch = NormWatch()
     replace("step", watch.start)
@@ -79,16 +84,16 @@ def watch_norms(replace: Callable[[str, Callable], None]) -> NormWatch:
 def is_valid(norm: Any) -> bool:
     """Return whether a gradient norm, a number or 0-D tensor, is that of a finite gradient.
 
-    For other gradients ZeRO reports a norm of -1.
+    If the gradient is not finite, ZeRO reports a norm of -1.
     """
     return 0 <= float(norm) < math.inf  # ZeRO reports -1; comparisons with NaN are false
 
 
 def with_all_experts(wrapper: Any, original: Callable, *args: Any) -> Any:
-    """Replace a method of :data:`NORM_METHODS` at stages 1 and 2: count all experts.
+    """Replace a method of :data:`NORM_METHODS` at stages 1 and 2: include the experts of all tensor-parallel ranks.
 
-    The original counts experts on tensor-parallel rank 0 only, as if other ranks had copies of them. ``args``: the
-    arguments of the method, of which the last is the list of the group's parameters.
+    The original includes only those of tensor-parallel rank 0, as if other ranks had copies of them. ``args``: the
+    method's arguments; the last one is the list of the group's parameters.
     """
     rank = wrapper.model_parallel_rank
     try:
@@ -101,8 +106,8 @@ def with_all_experts(wrapper: Any, original: Callable, *args: Any) -> Any:
 def with_norms_of_all_stages(wrapper: Any, missing: int, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
     """Replace ``scaled_global_norm`` of the wrapper in a pipeline stage that has fewer parameter groups than others.
 
-    The norm of each group is a collective over all stages. For the ``missing`` groups, which only other stages have,
-    this stage joins the collectives with norms of zero.
+    The norm of each group is a collective over all pipeline stages. This stage joins the collectives of the ``missing``
+    groups, which only other stages have, with norms of zero.
     """
     from deepspeed.runtime import utils
 
@@ -168,7 +173,7 @@ def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> Si
 
 
 def share_autocast_scale(engine: Any) -> None:
-    """Replace torch's ``GradScaler`` by ZeRO's dynamic loss scaler, under fp16 autocast at stages 1 to 3.
+    """Replace torch's ``GradScaler`` with ZeRO's dynamic loss scaler, under fp16 autocast at stages 1 to 3.
 
     A ``GradScaler`` may skip a step on some ranks only, clips gradients before it unscales them, and is not saved in
     checkpoints. The new scaler has the same first scale and growth as torch's. It is not used for a model that is

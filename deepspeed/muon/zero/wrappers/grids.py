@@ -80,7 +80,7 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(dp_ranks: Ranks, tp_ranks: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return {tensor-parallel group: {global rank: its rank in the process group of their :class:`Grid`}} for all.
+    """Return for each tensor-parallel group a dict: global rank -> its rank in the process group of the :class:`Grid`.
 
     ``dp_ranks``, ``tp_ranks``: for each rank, the members of its data-parallel group, and of its tensor-parallel group.
     """
@@ -111,7 +111,7 @@ def _lines(
 def stage_number(engine: Any, optimizer: MuonWithAuxAdam) -> int:
     """Return the number of this rank's part of the model. Ranks with equal numbers have the same Muon matrices.
 
-    The part is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a stage.
+    The part is a pipeline stage or, under ``tp_mode: shard``, one tensor-parallel rank's shards of a pipeline stage.
     """
     rank, size = tp_rank(engine) if optimizer.config.tp_mode == "shard" else (0, 1)
     return optimizer.stage * size + rank

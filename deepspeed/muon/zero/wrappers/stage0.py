@@ -70,9 +70,10 @@ class Stage0(Adapter):
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
-        """Return a context that marks gradients and adds groups of zeros, so that the norm is right.
+        """Return a context in which the wrapper computes the gradient norm correctly.
 
-        ``missing_groups``: how many; only other pipeline stages have them.
+        It marks gradients (:func:`mark_gradients`), and adds ``missing_groups`` groups of zeros, the number by which
+        another pipeline stage has more parameter groups.
         """
         mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
@@ -93,7 +94,7 @@ class Stage0(Adapter):
                     param.copy_(master)
 
     def patch_state_access(self) -> None:
-        """Make ``safe_get_*`` and ``safe_set_*`` of DeepSpeed, and loads by parameter names, find the state."""
+        """Make ``safe_get_*`` and ``safe_set_*`` find the state, and checkpoints contain the names of parameters."""
         specs, count = self.optimizer.specs, len(self.optimizer.param_groups)
         names_of_groups = [[specs[param].name for param in self.params(i)] for i in range(count)]
         self.optimizer.saved_form.names_of_groups = names_of_groups
@@ -118,7 +119,7 @@ class Plain(Stage0):
     def prepare(self, group_count: int) -> None:
         """Make checkpoints contain the ``GradScaler`` of fp16 autocast.
 
-        In a pipeline, also make the engine clip gradients by their norm over all stages instead of this stage's.
+        In a pipeline, also make the engine clip gradients by their norm over all pipeline stages, not only this one.
         """
         if self.engine.pipeline_parallelism:
             self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
@@ -137,7 +138,7 @@ class Plain(Stage0):
 
 
 class _Whole:
-    """Access to the weights and optimizer state of one parameter that every rank holds whole.
+    """Access to the fp32 weights (``master``) and optimizer state of one parameter that every rank holds whole.
 
     DeepSpeed's ``safe_get_*`` and ``safe_set_*`` call its methods. A pickled or copied instance has no optimizer: its
     ``get`` returns ``None``, and its ``set`` does nothing.

@@ -2,8 +2,8 @@
 """Adapters for stages 1 and 2, whose wrappers flatten each group into one tensor and partition it evenly.
 
 A matrix may straddle the border between two ranks. Parameters are located by the order in which the group was
-flattened, which ``round_robin_gradients`` changes; DeepSpeed's ``_hp_mapping`` ignores that change. How DeepSpeed
-flattens groups is known here alone: :func:`flat_group` predicts it before there is an engine.
+flattened, which ``round_robin_gradients`` changes; DeepSpeed's ``_hp_mapping`` ignores that change. Only this module
+knows how DeepSpeed flattens groups: :func:`flat_group` predicts it before there is an engine.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def flat_group(numels: Sequence[int], world_size: int, round_robin: bool = False
 
 
 def placements(sizes: Iterable[int], span: int) -> list[Placement]:
-    """Return where the parameters of a flat group lie.
+    """Return a :class:`Placement`, which says where the elements lie, for each parameter of a flat group.
 
     ``sizes``: elements of each parameter, in the order in which they are stored, with the padding behind it. ``span``:
     elements of one rank's part of the group.
@@ -234,7 +234,7 @@ class Stage12(Flat):
         yield
 
     def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
-        """Return the consecutive pieces of a partition's flat gradient, before DeepSpeed calls ``step`` for it."""
+        """Return a partition's flat gradient as a sequence of consecutive tensors, before ``step`` is called for it."""
         if self.wrapper.cpu_offload:
             return [tensor.grad for tensor in partition.tensors if tensor.grad is not None]
         return self.wrapper.averaged_gradients.get(partition.index) or ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter for stage 3: each parameter is divided over all ranks; a rank's parts of a sub-group form one flat tensor.
 
-The last ranks' parts may end in padding, whose values are arbitrary, even NaN; it is never sent. How DeepSpeed
-forms sub-groups is known here alone: :func:`sub_groups` predicts them before there is an engine.
+The last ranks' parts may end in padding, whose values are arbitrary, even NaN; it is never sent. Only this module knows
+how DeepSpeed forms sub-groups: :func:`sub_groups` predicts them before there is an engine.
 """
 
 from __future__ import annotations
@@ -56,12 +56,18 @@ def sub_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def limit_without_cuts(numels: Iterable[int]) -> int:
-    """Return a ``sub_group_size`` that cuts no group. ``numels``: elements that a rank holds of each sub-group now."""
+    """Return a ``sub_group_size`` so large that no parameter group is divided into several sub-groups.
+
+    ``numels``: number of elements that one rank holds of each current sub-group.
+    """
     return sum(numels)
 
 
 def placements(sizes: Iterable[int]) -> list[Placement]:
-    """Return where the parameters of one sub-group lie. ``sizes``: elements that one rank holds of each of them."""
+    """Return a :class:`Placement`, which says where the elements lie, for each parameter of one sub-group.
+
+    ``sizes``: elements that one rank holds of each parameter.
+    """
     sizes = list(sizes)
     return [Placement(0, size, base) for size, base in zip(sizes, accumulate(sizes, initial=0), strict=False)]
 
@@ -132,9 +138,9 @@ class Stage3(Adapter):
             nvme.forget_gradients(wrapper)
 
     def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
-        """Return the consecutive pieces of a sub-group's flat gradient, before DeepSpeed calls ``step`` for it.
+        """Return a sub-group's flat gradient as a sequence of consecutive tensors, before ``step`` is called for it.
 
-        ``None`` with NVMe, which may hold them.
+        Return ``None`` with NVMe, because the gradient may not be in memory.
         """
         if self.uses_nvme:
             return None
@@ -171,11 +177,14 @@ class Stage3(Adapter):
             self.optimizer.saved_form.read_swapped = partial(nvme.mapped_if_swapped, self.wrapper)
 
     def publish_weights(self) -> None:
-        """Gather the parameters that stay whole on all ranks; :meth:`resident_partitions` has copied the others."""
+        """Gather the parameters that ZeRO keeps whole on all ranks; a collective.
+
+        :meth:`resident_partitions` has already copied the fp32 weights into the others.
+        """
         self.wrapper.checkpoint_event_epilogue()
 
     def release(self) -> None:
-        """Make DeepSpeed also forget the model, and so the engine: its modules stay in a list and a cache otherwise."""
+        """Release the optimizer's memory, and remove the model from a list and a cache that DeepSpeed never empties."""
         from deepspeed.runtime.zero import parameter_offload
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -198,11 +207,15 @@ class Stage3(Adapter):
     def _load_zero_file(
         self, original: Callable, state_dict: dict[str, Any], load_optimizer_states: bool = True
     ) -> None:
-        """Replace the wrapper's ``_rigid_load_state_dict``, which would not fill tensors that lie on NVMe."""
+        """Load saved ZeRO state into tensors on NVMe, which the wrapper's ``_rigid_load_state_dict`` would not fill."""
         nvme.restore(self.wrapper, self.optimizer, state_dict, load_optimizer_states and self.weights_from is None)
 
     def _load_weights(self, original: Callable) -> None:
-        """Replace the wrapper's ``_restore_from_bit16_weights``, which ends a load of only the weights."""
+        """Set the fp32 weights on NVMe, in place of the wrapper's ``_restore_from_bit16_weights``.
+
+        DeepSpeed calls that method at the end of a load of only the weights. The values come from ``weights_from`` or,
+        if that is ``None``, from the model's 16-bit weights.
+        """
         if self.weights_from is None:
             nvme.refresh_fp32_weights(self.wrapper)
         else:
@@ -211,7 +224,7 @@ class Stage3(Adapter):
     def _set_full(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Replace the wrapper's ``set_full_hp_param``, which fails if ranks hold parts of different sizes.
 
-        ``value``: new values of the whole parameter: of its fp32 weights or, with ``optim_state_key``, of this state.
+        ``value``: new fp32 weights of the whole parameter or, with ``optim_state_key``, new values of this state.
         """
         if not param.requires_grad:
             return
@@ -230,7 +243,7 @@ class Stage3(Adapter):
     def _set_local(self, original: Callable, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Replace the wrapper's ``set_local_hp_param``, so that it works with NVMe and with an int8 momentum.
 
-        ``value``: new values of this rank's part: of its fp32 weights or, with ``optim_state_key``, of this state.
+        ``value``: new fp32 weights of this rank's part or, with ``optim_state_key``, new values of this state.
         """
         if not param.requires_grad:
             return

@@ -2,7 +2,8 @@
 """Partitions under tensor parallelism: a matrix whose parts are parameters of several ranks is planned as one matrix.
 
 Each rank of a tensor-parallel group has its own parameters, which ZeRO shards over its data-parallel group as usual.
-A partition spans all ranks of all these groups; at stage 0, where ZeRO shards nothing, one tensor-parallel group.
+A partition of a Muon group spans the data-parallel groups of all these ranks; at stage 0, where ZeRO shards nothing,
+only the tensor-parallel group.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def test_checkpoints_of_stocks_adamw_and_of_another_routing_are_refused(tmp_path
     run(save_foreign, 2, cases=cases, folder=str(tmp_path))
     for errors in run(load_foreign, 2, cases=cases, folder=str(tmp_path)):
         for index, (adamw, routing) in enumerate(errors):
-            assert "another optimizer saved it; if that was AdamW, " in adamw
+            assert "another optimizer saved this checkpoint; if that was AdamW, " in adamw
             assert ("convert it with python -m deepspeed.checkpoint.ds_to_universal" in adamw) == (index == 2)
             assert index == 2 or "or only its weights, with load_module_only=True and load_optimizer_states" in adamw
             assert "['layers.1.weight'] only in the checkpoint and ['layers.0.weight'] only in this run" in routing

@@ -114,7 +114,7 @@ def test_what_changes_its_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     ask = {"folder": folder, "params": {}}
     error, _ = run(outcome, 2, universal=False, **ask)[0]
     import_to = f"ds_muon import --from {folder}/saved --to {folder}/saved_universal"
-    assert f"stock DeepSpeed's Muon saved it; run {import_to}, then" in error
+    assert f"stock DeepSpeed's Muon saved this checkpoint; run {import_to}, then" in error
     error, _ = run(outcome, 2, universal=False, stage=0, **ask)[0]
     assert "saved at ZeRO stage 1 or 2, this run has stage 0; load it as it was saved, or only its weights" in error
     assert main(["import", "--from", f"{folder}/saved", "--to", f"{folder}/universal", "--json"]) == 0

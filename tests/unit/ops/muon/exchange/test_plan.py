@@ -10,10 +10,10 @@ import pytest
 from deepspeed.muon.exchange.bucket import MAX_SPAN, Bucket
 from deepspeed.muon.exchange.placed_params import PlacedBlock, Shard
 from deepspeed.muon.exchange.plan import _candidates, bucket_limit
-from deepspeed.muon.layout import Block, Placement
+from deepspeed.muon.layout import Block, Placement, Sharding
 from deepspeed.muon.model.splitting import MatrixSpec
 from helpers.jobs import Part, random_job
-from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs
+from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs, whole
 from helpers.simulation import simulate
 
 
@@ -133,6 +133,15 @@ def test_a_candidate_lacks_what_it_does_not_hold() -> None:
     assert len(held) > 8 and 0 in held and sum(held) == block.numel
     for rank, elements in zip(item.spread.holders, held, strict=True):
         assert _candidates(item, rank, {})[rank] == block.numel - elements
+
+
+def test_columns_that_tensor_parallelism_split_are_updated_without_a_copy() -> None:
+    """In its shard a rank's columns of all rows are contiguous, though they are not in the matrix."""
+    sharding = Sharding((8, 12), 1, (((0, 6),), ((6, 6),)))
+    spec = MatrixSpec("proj", (8, 6), True, "test", whole(8, 12), sharding=sharding)
+    lanes = (Placement(0, 48, 0, 1, 0, 1), Placement(0, 48, 0, 1, 1, 1))
+    (bucket,) = make_plan([Shard(spec, 0, lanes[0], lanes)], 0, 2, COST).buckets
+    assert [(run.copy.rows, run.copy.cols) for run in bucket.runs] == [(1, 48)]
 
 
 def test_planning_is_linear_in_matrices_and_ranks() -> None:

@@ -155,7 +155,7 @@ REFUSED = [
         "deepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 2, gradient_clipping: 1}" + REST,
         "accelerate refuses gradient_clipping, zero_stage next to deepspeed_config_file",
     ),
-    ("deepspeed: zero3\nlearning_rate: 1.0e-5\noutput_dir: out\n", "zero3 is the tool's: write it into a file"),
+    ("deepspeed: zero3\nlearning_rate: 1.0e-5\noutput_dir: out\n", "zero3 is built into the tool: write it"),
     ("deepspeed: zero3.json\nfsdp_config: null\n", "its key deepspeed names one; give zero3.json instead"),
     ("mixed_precision: bf16\nfsdp_config: {}\nmodel: tiny\n", "not a ds_config"),
 ]

@@ -277,7 +277,7 @@ def test_layouts_by_name_and_by_class(owner: nn.Module, text: str) -> None:
 
 
 ALTERNATE = "left whole: gate and up are interleaved output by output in gate_up_proj, so they cannot be split"
-NO_DOWN = "there is no down projection next to gate_up_proj"
+NO_DOWN = "the weight gate_up_proj looks like a fused gate and up projection, but no down projection of a fitting shape"
 
 
 @pytest.mark.parametrize(
