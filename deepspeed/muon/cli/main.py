@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ds_muon {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"ds_muon {args.command}: stopped; run the same command again to continue", file=sys.stderr)
+        again = "; run the same command again to continue" if args.command == "try" else ""
+        print(f"ds_muon {args.command}: stopped{again}", file=sys.stderr)
         return 130
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(facts) if args.json else text, flush=True)

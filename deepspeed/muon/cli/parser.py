@@ -8,6 +8,7 @@ top of this file imports the standard library only.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import runpy
 import sys
@@ -73,10 +74,10 @@ def parser() -> argparse.ArgumentParser:
     )
     rehearse = commands.add_parser("try", help=TRY)
     rehearse.add_argument("--config", help=f"{OF_INIT}, to be converted at the end (default: what DeepSpeed has read)")
-    rehearse.add_argument("--steps", type=_positive, default=100, help="optimizer steps of each run (default: 100)")
+    rehearse.add_argument("--steps", type=functools.partial(_at_least, 2), default=100, help="optimizer steps of each run (default: 100)")
     rehearse.add_argument("--rates", type=_factors, default=[1.0, 3.0, 10.0, 30.0], help=RATES)
     rehearse.add_argument("--adamw-rates", type=_factors, default=[1.0], help="multiples to try for AdamW (default: 1)")
-    rehearse.add_argument("--repeats", type=int, default=2, help=REPEATS)
+    rehearse.add_argument("--repeats", type=functools.partial(_at_least, 0), default=2, help=REPEATS)
     rehearse.add_argument("--out", type=Path, default="ds_muon_try", help="folder of records and results")
     rehearse.add_argument("launch", nargs="...", metavar="-- COMMAND", help="your command, such as deepspeed train.py")
     for command in (init, plan, report, take, rehearse):
@@ -103,10 +104,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {next(removed, message)}\n")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least {least}")
     return int(text)
+
+
+_positive = functools.partial(_at_least, 1)
 
 
 def _factors(text: str) -> list[float]:

@@ -208,8 +208,10 @@ def verdict(runs: Sequence[Run], base: float | None) -> str:
     ``base``: AdamW's rate in the config; ``None`` if it is not one number.
     """
     muon, adamw, found, steps = best(runs, "Muon"), best(runs, "AdamW"), difference(runs), length(runs)
-    if muon is None or adamw is None or found is None:
-        return "No run of Muon, or none of AdamW, has a loss to compare, so AdamW stays. The rows say how each ended."
+    if muon is None:
+        return "No run of Muon is done, so AdamW stays. The rows say how each ended."
+    if adamw is None or found is None:
+        return f"{muon.variant} is done, but no run of AdamW to compare it with; try lower --adamw-rates."
     is_clear = abs(found.mean) > found.noise
     first = (
         f"{muon.variant}{f' (rate {muon.variant.factor * base:.3g})' if base else ''} ends at {muon.loss(steps):.4f} "

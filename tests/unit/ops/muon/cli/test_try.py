@@ -99,6 +99,11 @@ def test_a_run_that_fails_or_diverges_is_a_row(trial: Callable[..., Any]) -> Non
     assert len(starts()) == 7
 
 
+def test_where_adamw_alone_diverges_nothing_speaks_for_it(trial: Callable[..., Any]) -> None:
+    verdict = trial("--json", diverges="adamw_x1").facts["verdict"]
+    assert verdict == "Muon x5.5 is done, but no run of AdamW to compare it with; try lower --adamw-rates."
+
+
 def test_a_trial_that_is_stopped_continues(trial: Callable[..., Any]) -> None:
     found = trial(stops="muon_x3")
     assert (found.status, found.out) == (130, "")
@@ -146,7 +151,7 @@ def test_a_trial_ends_on_a_terminal_and_without_matplotlib(
 def test_a_run_that_ends_far_above_its_start_has_diverged(trial: Callable[..., Any]) -> None:
     facts = trial("--json", gain=-20.0).facts
     assert {row["state"] for row in facts["runs"][1:]} == {"diverged at step 20"}
-    assert facts["verdict"].startswith("No run of Muon, or none of AdamW, has a loss to compare, so AdamW stays.")
+    assert facts["verdict"].startswith("No run of Muon is done, so AdamW stays.")
 
 
 def test_what_cannot_be_tried_is_refused(trial: Callable[..., Any], ds_muon: Callable[..., Any]) -> None:
@@ -160,6 +165,8 @@ def test_what_cannot_be_tried_is_refused(trial: Callable[..., Any], ds_muon: Cal
     ds_muon("try").must_refuse("try", "write your own command after --")
     wrong = ds_muon("try", "--rates", "1,0", "--", "python")
     assert wrong.status == 2 and "expected numbers above 0 with commas" in wrong.err
+    short = ds_muon("try", "--steps", "1", "--", "python")
+    assert short.status == 2 and "expected a whole number of at least 2" in short.err
     assert "unknown flag --rate-s" in ds_muon("try", "--rate-s", "1", "--", "python", "--unknown-of-theirs").err
     Path("ds.json").write_text(json.dumps(CONFIG | {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}))
     ds_muon("try", "--config", "ds.json", "--", "python").must_refuse("try", "got 'Muon', so the config needs no")
