@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import report
+from deepspeed.muon.cli.forecast import Layout, StepPart, group_specs, lay_out
 from deepspeed.muon.config.schema import MuonConfig, parse
 from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.exchange.run import Exchange
-from deepspeed.muon.forecast import Layout, StepPart, group_specs, lay_out
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet, RunKernels, Tiles, Workspace
 from deepspeed.muon.math import adamw

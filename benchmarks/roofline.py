@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.rates import DTYPES, Rates
-from deepspeed.muon.forecast import GroupSpec, lay_out, step_cost
+from deepspeed.muon.cli.forecast import GroupSpec, lay_out, step_cost
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet
-from deepspeed.muon.layout import Block
+from deepspeed.muon.layout import Block, MatrixSpec
 from deepspeed.muon.math.newton_schulz import flops, method_of, schedule
-from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.zero.read_config import Layout
 
 Matrices = Sequence[tuple[int, int]]

@@ -10,9 +10,8 @@ from deepspeed.muon.errors import (
     SeamError,
     UnsupportedError,
 )
-from deepspeed.muon.layout import Block
+from deepspeed.muon.layout import Block, MatrixSpec
 from deepspeed.muon.model.routing import route
-from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.patches import activate, install, uninstall

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.layout import MatrixSpec
 from deepspeed.muon.step import PartitionStep
 
 #: A layer's number in a parameter's name.

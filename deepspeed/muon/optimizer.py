@@ -20,6 +20,7 @@ from deepspeed.muon.exchange.placed_params import Partition, whole_partition
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.exchange.run import Exchange, Staging
 from deepspeed.muon.kernels.kernel_set import Workspace, fixed_numerics
+from deepspeed.muon.layout import MatrixSpec
 from deepspeed.muon.math import adamw
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment
 from deepspeed.muon.math.newton_schulz import DTYPES
@@ -34,7 +35,6 @@ from deepspeed.muon.model.param_groups import (
     warn_of_odd_settings,
 )
 from deepspeed.muon.model.routing import route, tag_parameters, unwrapped
-from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.monitor import Phase, StepStats
 from deepspeed.muon.qk_clip.clip import QKClip
 from deepspeed.muon.qk_clip.query_keys import attention_layers

@@ -16,16 +16,7 @@ import torch
 
 from deepspeed.muon import errors
 from deepspeed.muon.cli.build_model import build
-from deepspeed.muon.cli.init import LAUNCH, NEXT
-from deepspeed.muon.cli.init import convert as convert_config
-from deepspeed.muon.cli.parser import REPORT, parser
-from deepspeed.muon.cli.plan_text import as_json, plan_text, rows_of
-from deepspeed.muon.cli.report import as_text, check_launch, environment
-from deepspeed.muon.cli.try_ import run_try
-from deepspeed.muon.describe import Row, aligned
-from deepspeed.muon.exchange.memory import Memory
-from deepspeed.muon.exchange.plan import without_collector
-from deepspeed.muon.forecast import (
+from deepspeed.muon.cli.forecast import (
     device_bytes,
     estimate,
     group_specs,
@@ -37,6 +28,15 @@ from deepspeed.muon.forecast import (
     stock_clipping,
     totals,
 )
+from deepspeed.muon.cli.init import LAUNCH, NEXT
+from deepspeed.muon.cli.init import convert as convert_config
+from deepspeed.muon.cli.parser import REPORT, parser
+from deepspeed.muon.cli.plan_text import as_json, plan_text, rows_of
+from deepspeed.muon.cli.report import as_text, check_launch, environment
+from deepspeed.muon.cli.try_ import run_try
+from deepspeed.muon.describe import Row, aligned
+from deepspeed.muon.exchange.memory import Memory
+from deepspeed.muon.exchange.plan import without_collector
 from deepspeed.muon.model.routing import head_note
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint.import_states import import_stocks_muon

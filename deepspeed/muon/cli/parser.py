@@ -74,10 +74,11 @@ def parser() -> argparse.ArgumentParser:
     )
     rehearse = commands.add_parser("try", help=TRY)
     rehearse.add_argument("--config", help=f"{OF_INIT}, to be converted at the end (default: what DeepSpeed has read)")
-    rehearse.add_argument("--steps", type=functools.partial(_at_least, 2), default=100, help="optimizer steps of each run (default: 100)")
+    at_least_2, at_least_0 = functools.partial(_at_least, 2), functools.partial(_at_least, 0)
+    rehearse.add_argument("--steps", type=at_least_2, default=100, help="optimizer steps of each run (default: 100)")
     rehearse.add_argument("--rates", type=_factors, default=[1.0, 3.0, 10.0, 30.0], help=RATES)
     rehearse.add_argument("--adamw-rates", type=_factors, default=[1.0], help="multiples to try for AdamW (default: 1)")
-    rehearse.add_argument("--repeats", type=functools.partial(_at_least, 0), default=2, help=REPEATS)
+    rehearse.add_argument("--repeats", type=at_least_0, default=2, help=REPEATS)
     rehearse.add_argument("--out", type=Path, default="ds_muon_try", help="folder of records and results")
     rehearse.add_argument("launch", nargs="...", metavar="-- COMMAND", help="your command, such as deepspeed train.py")
     for command in (init, plan, report, take, rehearse):

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from deepspeed.muon.cli.forecast import GroupSpec, StepCost
 from deepspeed.muon.describe import Description, Group, Row, aligned, describe
-from deepspeed.muon.forecast import GroupSpec, StepCost
 from deepspeed.muon.math.newton_schulz import Schedule
 from deepspeed.muon.step import NewtonSchulz
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.muon.layout import Block, Placement, Spread, spread_of
+from deepspeed.muon.layout import Block, MatrixSpec, Placement, Spread, spread_of
 from deepspeed.muon.math.momentum_storage import Fragment, Rows
-from deepspeed.muon.model.splitting import MatrixSpec
 
 
 @dataclass(frozen=True)

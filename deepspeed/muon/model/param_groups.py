@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from deepspeed.muon.config.messages import ELSEWHERE, nearest
 from deepspeed.muon.config.schema import GROUP_KEYS, HARMLESS, MuonConfig, is_harmless
 from deepspeed.muon.errors import MuonConfigError, listed, logger
-from deepspeed.muon.layout import whole_shape
+from deepspeed.muon.layout import MatrixSpec, whole_shape
 from deepspeed.muon.model.fused_weights import stages_of
 from deepspeed.muon.model.routing import shapes
-from deepspeed.muon.model.splitting import MatrixSpec, first_match
+from deepspeed.muon.model.splitting import first_match
 
 
 @dataclass(frozen=True)

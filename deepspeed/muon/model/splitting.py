@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, TypeGuard
 
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import MuonConfigError
-from deepspeed.muon.layout import Block, Cut, Sharding, cut, matrices, tp_rank
+from deepspeed.muon.layout import Block, Cut, MatrixSpec, cut, matrices, tp_rank
 from deepspeed.muon.model.fused_weights import (
     GATED_CLASSES,
     cut_by_head,
@@ -122,60 +122,6 @@ def embedding_reason(use: Use) -> str:
     if not is_linear_like(use.module, use.attribute) and _EMBEDDING_LIKE.search(use.attribute):
         return f"embedding by its name {use.attribute}"
     return ""
-
-
-@dataclass(frozen=True)
-class MatrixSpec:
-    """The routing of one parameter: whether Muon or AdamW updates it, and which matrices in it Muon orthogonalizes.
-
-    Args:
-        name: name of the parameter in the model; the first one of a tied parameter.
-        shape: shape of the parameter on this rank, before ZeRO partitions it.
-        use_muon: whether Muon updates the parameter; otherwise AdamW does.
-        reason: why Muon or AdamW updates the parameter, as a text.
-        blocks: the matrices; empty for AdamW. With ``sharding`` they are blocks of the whole parameter.
-        split: how the parameter is split or flattened, or why it is left whole, as a text; empty if it simply is one
-            matrix.
-        sharding: how tensor parallelism split the parameter over ranks; ``None`` if it did not, if unknown (AdamW), or
-            if Muon updates shards as matrices (``tp_mode`` "shard").
-        is_projection: whether the parameter's module has the name of an attention projection.
-        chosen_by: ``use_muon``, ``muon_exclude`` or ``muon_include``, the user's option that applied; ``None`` if the
-            package's rules decided.
-        overrides_rules: whether the package's rules alone would have decided otherwise.
-        split_by: ``muon_split``, ``per_head_muon`` or ``muon_fused``, the option that split the parameter, or ``None``.
-        split_pattern: the pattern in ``muon_split`` that split the parameter.
-        left_whole: whether the parameter stays one matrix, for the reason in ``split``.
-        output_axis: axis of the outputs in each matrix (0: rows, 1: columns); ``None`` if unknown.
-        is_lora: whether the parameter is a factor of a low-rank adapter.
-        is_unsure: whether the parameter was taken for an output head, or not, by its place in the model only.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    use_muon: bool
-    reason: str
-    blocks: tuple[Block, ...] = ()
-    split: str = ""
-    sharding: Sharding | None = None
-    is_projection: bool = False
-    chosen_by: str | None = None
-    overrides_rules: bool = False
-    split_by: str | None = None
-    split_pattern: str = ""
-    left_whole: bool = False
-    output_axis: int | None = 0
-    is_lora: bool = False
-    is_unsure: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Return the parameter's number of elements on this rank, before ZeRO partitions it."""
-        return math.prod(self.shape)
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """Return the parameter's shape before tensor parallelism split it."""
-        return self.sharding.shape if self.sharding else self.shape
 
 
 def split_parameter(

@@ -13,10 +13,10 @@ from deepspeed.muon.config.schema import MuonConfig
 from deepspeed.muon.errors import logger
 from deepspeed.muon.exchange.plan import Plan
 from deepspeed.muon.kernels.selection import WITH_FAST_KERNELS, summary
+from deepspeed.muon.layout import MatrixSpec
 from deepspeed.muon.math.rules import SCALES, update_rms
 from deepspeed.muon.model.fused_weights import stages_of
 from deepspeed.muon.model.routing import head_note
-from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.scheduler import momentum_note, rate_warning, read_schedule

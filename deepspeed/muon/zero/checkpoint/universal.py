@@ -21,10 +21,9 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.muon.errors import ImportStateError, UnsupportedError, logger
 from deepspeed.muon.exchange.consensus import raise_on_all_ranks
-from deepspeed.muon.layout import Sharding, sharding_of
+from deepspeed.muon.layout import MatrixSpec, Sharding, sharding_of
 from deepspeed.muon.math.adamw import STARTED
 from deepspeed.muon.model.param_groups import expert_group
-from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.saved_state import (
     KEPT_AS,

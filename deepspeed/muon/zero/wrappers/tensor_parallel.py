@@ -16,8 +16,7 @@ import deepspeed.comm as comm
 from deepspeed.muon.errors import UnsupportedError
 from deepspeed.muon.exchange.consensus import gathered
 from deepspeed.muon.exchange.placed_params import Partition, Shard
-from deepspeed.muon.layout import Placement
-from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.layout import MatrixSpec, Placement
 from deepspeed.muon.zero.wrappers.adapter import Adapter
 from deepspeed.muon.zero.wrappers.grids import Grid, tp_group
 from deepspeed.muon.zero.wrappers.stage0 import Stage0

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.muon.cli import main
-from deepspeed.muon.config.schema import parse
-from deepspeed.muon.exchange.memory import Memory, peak
-from deepspeed.muon.forecast import (
+from deepspeed.muon.cli.forecast import (
     GroupSpec,
     estimate,
     lay_out,
     per_rank,
     step_operations,
 )
+from deepspeed.muon.config.schema import parse
+from deepspeed.muon.exchange.memory import Memory, peak
 from deepspeed.muon.math.newton_schulz import method_of
 from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run

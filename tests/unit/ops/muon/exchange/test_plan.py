@@ -10,8 +10,7 @@ import pytest
 from deepspeed.muon.exchange.bucket import MAX_SPAN, Bucket
 from deepspeed.muon.exchange.placed_params import PlacedBlock, Shard
 from deepspeed.muon.exchange.plan import _candidates, bucket_limit
-from deepspeed.muon.layout import Block, Placement, Sharding
-from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.layout import Block, MatrixSpec, Placement, Sharding
 from helpers.jobs import Part, random_job
 from helpers.plans import COST, flat_layout, make_plan, part_layout, places, specs, whole
 from helpers.simulation import simulate

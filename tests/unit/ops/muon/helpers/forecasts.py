@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.muon.cli.forecast import ABSMAX_BYTES, StepCost, StepPart, group_specs, lay_out, step_cost
 from deepspeed.muon.config.schema import parse
 from deepspeed.muon.exchange.plan import CostModel
-from deepspeed.muon.forecast import ABSMAX_BYTES, StepCost, StepPart, group_specs, lay_out, step_cost
 from deepspeed.muon.math.newton_schulz import schedule
 from deepspeed.muon.zero.read_config import Layout
 from helpers.distributed import run

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from deepspeed.muon.config.schema import MuonConfig
+from deepspeed.muon.layout import MatrixSpec
 from deepspeed.muon.model.routing import route
-from deepspeed.muon.model.splitting import MatrixSpec
 
 WIDTH = 8
 

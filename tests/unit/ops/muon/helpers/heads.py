@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.layout import MatrixSpec
 
 VISION = ("timm", "torchvision")
 #: Two numbers of labels.

@@ -9,8 +9,7 @@ from random import Random
 
 from deepspeed.muon.exchange.placed_params import Shard
 from deepspeed.muon.exchange.plan import Plan, plan_shards
-from deepspeed.muon.layout import Block, Cut, Placement, Sharding, cut, matrices
-from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.layout import Block, Cut, MatrixSpec, Placement, Sharding, cut, matrices
 from helpers.plans import COST
 
 SHAPES = [(8, 4), (4, 8), (6, 5), (3, 3), (16, 12), (12, 16), (8, 8)]

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deepspeed.muon.cli.forecast import GroupSpec
 from deepspeed.muon.exchange.bucket import GridCopy, ShardRun
 from deepspeed.muon.exchange.memory import BatchSize, Demand, PartitionDemand
 from deepspeed.muon.exchange.placed_params import Shard
 from deepspeed.muon.exchange.plan import CostModel, Plan, plan_shards
-from deepspeed.muon.forecast import GroupSpec
-from deepspeed.muon.layout import Block, Placement
-from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.layout import Block, MatrixSpec, Placement
 
 
 def make_plan(shards: Sequence[Shard], rank: int, *args: Any, **kwargs: Any) -> Plan:

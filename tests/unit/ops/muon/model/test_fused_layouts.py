@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.muon.model.splitting import MatrixSpec
+from deepspeed.muon.layout import MatrixSpec
 from helpers.foreign_models import linear, module, routes, splits
 from helpers.models import Conv1D
 from helpers.transformers_models import EXPERTS, GQA, LATENT, MODELS, SIZES, from_config, hybrid

@@ -19,12 +19,11 @@ from deepspeed.muon.exchange.memory import Demand, Memory, PartitionDemand, Peak
 from deepspeed.muon.exchange.placed_params import PlacedBlock, Shard, whole_shards
 from deepspeed.muon.exchange.plan import CostModel, Plan, cost_model, plan_partition, without_collector
 from deepspeed.muon.kernels.rounding import block_count
-from deepspeed.muon.layout import Placement, Spread
+from deepspeed.muon.layout import MatrixSpec, Placement, Spread
 from deepspeed.muon.math.newton_schulz import DTYPES, Schedule, exact_method, flops, method_of
 from deepspeed.muon.math.rules import Rule, scale_factor, state_shapes
 from deepspeed.muon.model.param_groups import check_options, split_groups
 from deepspeed.muon.model.routing import route
-from deepspeed.muon.model.splitting import MatrixSpec
 from deepspeed.muon.qk_clip.query_keys import attention_layers
 from deepspeed.muon.step import NewtonSchulz
 from deepspeed.muon.zero.read_config import Layout, Settings
