@@ -89,7 +89,7 @@ class TriedRun:
         """Replace ``DeepSpeedEngine._configure_optimizer``: multiply the learning rates by ``factor`` in each step.
 
         If the script has built an AdamW and the variant uses Muon, the engine gets a MuonWithAuxAdam with the AdamW's
-        settings. The script and its schedule keep the AdamW, whose learning rates :meth:`take_step` copies to Muon.
+        settings. The script keeps the AdamW, whose parameter groups become views of Muon's.
         """
         factor = self._variant["factor"]
         if client is not None:
@@ -97,6 +97,7 @@ class TriedRun:
             self._clients[engine] = client
         if client is not None and self._variant["muon"]:
             original(engine, lambda _: _muon_like(client, engine.module), parameters)
+            _share_groups(client, engine.basic_optimizer)
         else:
             original(engine, client, parameters)
         optimizer, before = getattr(engine, "basic_optimizer", None), list[Any]()
@@ -133,10 +134,6 @@ class TriedRun:
             os._exit(0)
         if self._engine is None:
             self._begin(engine)
-        if engine in self._clients and self._variant["muon"]:  # the script's schedule has set the rates of its AdamW
-            groups = zip(engine.basic_optimizer.given.param_groups, self._clients[engine].param_groups, strict=True)
-            for given, group in groups:
-                given["lr"] = float(group["lr"])
         if engine is not self._engine:
             original(engine, *args, **kwargs)
             return
@@ -205,6 +202,14 @@ def _muon_like(client: torch.optim.Optimizer, model: torch.nn.Module) -> MuonWit
     for group, theirs in zip(groups, client.param_groups, strict=True):
         group["lr"] = float(theirs.get("initial_lr", theirs["lr"]))  # a schedule may have begun with another rate
     return MuonWithAuxAdam(groups, model=model, **{key: client.defaults[key] for key in TAKEN})
+
+
+def _share_groups(client: torch.optim.Optimizer, muon: MuonWithAuxAdam) -> None:
+    """Let a schedule set the rates of both optimizers, whether the script builds it on ``client`` or on ``muon``."""
+    for group, theirs in zip(muon.given.param_groups, client.param_groups, strict=True):
+        for key in theirs.keys() - {"params"}:  # a schedule may keep values of its own there
+            group[key] = theirs[key]
+    client.param_groups = muon.given.param_groups
 
 
 def _leave_group() -> None:

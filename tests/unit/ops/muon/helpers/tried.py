@@ -26,12 +26,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "schedule in the config": {"optimizer": ADAMW, "scheduler": {"type": "WarmupLR", "params": WARMUP}},
     "function that builds the schedule": {"optimizer": ADAMW},
     "optimizer and schedule of the script": {},
+    "schedule of the script on the engine's optimizer": {},
 }
 """What the script is -> its config beside the batch."""
 
 
 def warm_up(step: int) -> float:
     return min(1.0, (step + 1) / 4)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An engine's optimizer as accelerate gives it to a script, which may build its schedule on it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.defaults = optimizer, {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
 
 def initialize(script: str, config: dict[str, Any]) -> Any:
@@ -45,8 +57,12 @@ def initialize(script: str, config: dict[str, Any]) -> Any:
         more["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, warm_up)
     elif "optimizer" not in config:
         more["optimizer"] = torch.optim.AdamW(model.parameters(), lr=RATE, **SETTINGS)
+    if script.startswith("optimizer"):
         more["lr_scheduler"] = LambdaLR(more["optimizer"], warm_up)
-    return deepspeed.initialize(model=model, config=config, **more)[0]
+    engine = deepspeed.initialize(model=model, config=config, **more)[0]
+    if script.startswith("schedule of"):  # as Hugging Face's Trainer does
+        engine.lr_scheduler = LambdaLR(Wrapped(engine.optimizer), warm_up)
+    return engine
 
 
 def config_of(stage: int, sections: dict[str, Any]) -> dict[str, Any]:

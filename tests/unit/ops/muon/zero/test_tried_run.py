@@ -43,7 +43,7 @@ def test_muon_trains_as_with_its_config_at_a_multiple_of_the_rate(
     assert codes == [0] * world_size
     first, *steps, last = records
     assert [step["loss"] for step in steps] == pytest.approx(expected, rel=1e-6)
-    factors = (1, 1, 1.75, 2.5, 3.25) if script.startswith("schedule") else (1, 2, 3, 4, 4)
+    factors = (1, 1, 1.75, 2.5, 3.25) if script.startswith("schedule in") else (1, 2, 3, 4, 4)
     assert [step["lr"] for step in steps] == [factor * RATE for factor in factors]
     assert all(step["peak"] > 2**20 for step in steps) and last == {"end": "done"}
     assert first["built_by_script"] is not bool(CONFIGS[script])
