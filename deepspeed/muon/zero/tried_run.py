@@ -162,7 +162,9 @@ class TriedRun:
         if isinstance(engine.basic_optimizer, MuonWithAuxAdam) and not self._variant["muon"]:
             raise SettingsError("ds_muon try: the run has Muon already; pass a ds_config whose optimizer is AdamW")
         if client is not None:
-            params = {key: client.defaults[key] for key in TAKEN if key in client.defaults}
+            # Trainer sets weight_decay in its groups only, and to 0 in that of the norms and biases.
+            largest = max(client.param_groups, key=_elements)
+            params = {key: largest[key] for key in TAKEN if key in largest} | {"lr": client.defaults["lr"]}
             config["optimizer"] = {"type": type(client).__name__, "params": params}
         self._write({"config": config, "built_by_script": client is not None})
 
@@ -202,6 +204,10 @@ def _muon_like(client: torch.optim.Optimizer, model: torch.nn.Module) -> MuonWit
     for group, theirs in zip(groups, client.param_groups, strict=True):
         group["lr"] = float(theirs.get("initial_lr", theirs["lr"]))  # a schedule may have begun with another rate
     return MuonWithAuxAdam(groups, model=model, **{key: client.defaults[key] for key in TAKEN})
+
+
+def _elements(group: Mapping[str, Any]) -> int:
+    return sum(param.numel() for param in group["params"])
 
 
 def _share_groups(client: torch.optim.Optimizer, muon: MuonWithAuxAdam) -> None:

@@ -57,6 +57,8 @@ def initialize(script: str, config: dict[str, Any]) -> Any:
         more["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, warm_up)
     elif "optimizer" not in config:
         more["optimizer"] = torch.optim.AdamW(model.parameters(), lr=RATE, **SETTINGS)
+        # As Trainer does: the groups have another decay than the defaults.
+        more["optimizer"].defaults["weight_decay"] = 0.01
     if script.startswith("optimizer"):
         more["lr_scheduler"] = LambdaLR(more["optimizer"], warm_up)
     engine = deepspeed.initialize(model=model, config=config, **more)[0]
