@@ -112,7 +112,8 @@ def _fit(facts: dict[str, Any]) -> str:
         return f"memory: {needed} on each rank, plus activations; AdamW: {adamw}. --memory GB says whether that fits"
     limit, left = quantity(memory["limit_bytes"]), quantity(memory["left_for_activations_bytes"])
     if memory["fits"]:
-        return f"fits: at most {needed} of {limit} on each rank; the backward leaves {left} for activations; AdamW: {adamw}"
+        backward = f"the backward leaves {left} for activations"
+        return f"fits: at most {needed} of {limit} on each rank; {backward}; AdamW: {adamw}"
     return (
         f"does not fit: {needed} on each rank, which has {limit}; AdamW: {adamw}. More ranks, a higher stage or "
         "offload_optimizer need less"

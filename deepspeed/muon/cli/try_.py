@@ -103,8 +103,8 @@ def _conclude(args: argparse.Namespace, trial: Trial, adamw: Run) -> tuple[dict[
             remarks.append(f'"auto" takes the rate from the script: multiply its rate by {muon.variant.factor:g}')
         elif adamw.built_by_script:
             remarks.append(
-                "this run had no optimizer in its ds_config; Trainer and TRL build the one of the new file, and a script "
-                "of your own must no longer pass optimizer= to deepspeed.initialize"
+                "this run had no optimizer in its ds_config; Trainer and TRL build that of the new file, and a script of "
+                "your own must no longer pass optimizer= to deepspeed.initialize"
             )
     failed = [f"{run.variant}: {run.note}; {trial.log(run.variant)}" for run in trial.runs if run.state == "failed"]
     table = rows(trial.runs, base)
