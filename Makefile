@@ -19,6 +19,7 @@ $(VENV)/.ready: requirements/requirements.txt requirements/requirements-dev.txt 
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -r requirements/requirements-dev.txt -r requirements/requirements-example.txt
 	$(BIN)/python -m pip install -q --no-deps -e . $(if $(DEEPSPEED),deepspeed==$(DEEPSPEED))
+	@echo "Compiling C++ extensions, DeepSpeed's too, which takes one to two minutes on two idle cores"
 	cd tests/unit/ops/muon && $(BIN)/python -m helpers.extensions
 	touch $@
 

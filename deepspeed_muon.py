@@ -9,6 +9,7 @@ DeepSpeed config first names Muon, the package ``deepspeed.muon`` is imported an
 import contextlib
 import functools
 import importlib.abc
+import json
 import logging
 import os
 import runpy
@@ -16,8 +17,8 @@ import sys
 from pathlib import Path
 
 #: A run that ``ds_muon try`` has started needs the package with AdamW too, as soon as DeepSpeed's engine is imported.
-_IS_TRIED = bool(os.environ.get("PYTHON_DS_MUON_TRY"))
-_MODULE = "deepspeed.runtime.engine" if _IS_TRIED else "deepspeed.runtime.config"
+_TRIED = os.environ.get("PYTHON_DS_MUON_TRY")
+_MODULE = "deepspeed.runtime.engine" if _TRIED else "deepspeed.runtime.config"
 _COMMAND = "deepspeed.muon.cli"
 
 
@@ -42,6 +43,8 @@ def autoload() -> None:
         sys.stdout = sys.stderr  # until the command's __main__ runs: DeepSpeed prints warnings when it is imported
     if os.environ.get("DS_MUON_AUTOLOAD", "1") == "0":
         return
+    if _TRIED:
+        _move_seeds(_TRIED)
     if _MODULE in sys.modules:
         _begin(sys.modules[_MODULE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -55,12 +58,21 @@ def _runs_command() -> bool:
     return sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == [_COMMAND]
 
 
+def _move_seeds(file) -> None:
+    """Let ``torch.manual_seed`` add the number ``seed`` of the settings in ``file``."""
+    # Here, because scripts seed before they import DeepSpeed.
+    with contextlib.suppress(OSError):  # the package reports it
+        more, torch = json.loads(Path(file).read_text())["seed"], sys.modules["torch"]
+        original = torch.manual_seed
+        torch.manual_seed = functools.wraps(original)(lambda seed: original(int(seed) + more)) if more else original
+
+
 def _begin(module) -> None:
     """Import ``deepspeed.muon`` now in a run of ``ds_muon try``, otherwise when a config names Muon.
 
     ``module``: the DeepSpeed module :data:`_MODULE`, just imported.
     """
-    if _IS_TRIED:
+    if _TRIED:
         importlib.import_module("deepspeed.muon")
     else:
         _watch(module)

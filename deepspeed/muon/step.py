@@ -615,10 +615,10 @@ class PartitionStep:
                 for index in call.run_indices:
                     buffers.slice_of(index).zero_()
                 continue
-            grad, average = tensor.grad.contiguous(), values.state_of[tensor].get(MOMENTUM)  # None if int8
-            if average is not None and self._can_use_spans(values, call, buffers.bucket, average):
+            grad, momentum = tensor.grad.contiguous(), values.state_of[tensor].get(MOMENTUM)  # None if int8
+            if momentum is not None and self._can_use_spans(values, call, buffers.bucket, momentum):
                 targets = buffers.run_buffer(call.in_place)
-                self._advance_spans(values, call, average.view(-1), grad.view(-1), targets)
+                self._advance_spans(values, call, momentum.view(-1), grad.view(-1), targets)
                 continue
             for index in call.run_indices:
                 run = buffers.bucket.runs[index]
@@ -627,17 +627,17 @@ class PartitionStep:
                 else:
                     self._advance(values, tensor, grad, run, buffers.slice_of(index))
 
-    def _advance_spans(self, values: StepValues, call: Call, average: Tensor, grad: Tensor, targets: Tensor) -> None:
+    def _advance_spans(self, values: StepValues, call: Call, momentum: Tensor, grad: Tensor, targets: Tensor) -> None:
         """Update the momentum of all pieces in a :class:`Call`, and write the input of Newton-Schulz to ``targets``.
 
-        ``average``, ``grad``: momentum and gradient of the call's tensor. All three tensors are 1-D.
+        ``momentum``, ``grad``: momentum and gradient of the call's tensor. All three tensors are 1-D.
         """
         if self.multi_run_kernels is not None:
-            self.multi_run_kernels.advance(average, grad, targets, call.tiles, values.beta, values.nesterov)
+            self.multi_run_kernels.advance(momentum, grad, targets, call.tiles, values.beta, values.nesterov)
             return
         for start, at, numel in call.spans:
             shard, target = slice(start, start + numel), targets[at : at + numel]
-            self.kernels.advance(average[shard], grad[shard], target, values.beta, values.nesterov, self._work)
+            self.kernels.advance(momentum[shard], grad[shard], target, values.beta, values.nesterov, self._work)
 
     def _advance(self, values: StepValues, tensor: Tensor, grad: Tensor, run: ShardRun, target: Tensor) -> None:
         """Update the momentum of ``run``, a piece of a matrix, and write the input of Newton-Schulz to ``target``, 1-D.
@@ -647,18 +647,18 @@ class PartitionStep:
         state, beta, nesterov = values.state_of[tensor], values.beta, values.nesterov
         stored = state[CODES] if self._is_int8 else state[MOMENTUM]
         gradient = copy_from_grid(grad, run.copy, self._work, "gradient")
-        average = copy_from_grid(stored, run.copy, self._work, "momentum")
+        momentum = copy_from_grid(stored, run.copy, self._work, "momentum")
         # Each element of a matrix draws its own random number, so results do not depend on how ranks share it.
         name, first = run.draws
         key = key_of(name, int(state["step"]))
         if self._is_int8:
             absmax = self.momentum_blocks[tensor].absmax(state, run.copy.start)
-            self.kernels.advance_codes(average, absmax, gradient, target, beta, nesterov, key, first, self._work)
-        elif average.dtype == torch.bfloat16:
-            self.kernels.advance_rounded(average, gradient, target, beta, nesterov, key, first, self._work)
+            self.kernels.advance_codes(momentum, absmax, gradient, target, beta, nesterov, key, first, self._work)
+        elif momentum.dtype == torch.bfloat16:
+            self.kernels.advance_rounded(momentum, gradient, target, beta, nesterov, key, first, self._work)
         else:
-            self.kernels.advance(average, gradient, target, beta, nesterov, self._work)
-        copy_to_grid(average, stored, run.copy)
+            self.kernels.advance(momentum, gradient, target, beta, nesterov, self._work)
+        copy_to_grid(momentum, stored, run.copy)
 
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 

@@ -40,7 +40,9 @@ RATES = {
 #: Seconds between two readings of a run's record; seconds that its processes get to end then, or on SIGTERM.
 POLL, GRACE = 0.5, 15.0
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed)\b.*")
-NO_STEP = "it ended without a step of a DeepSpeed engine; is deepspeed-muon installed in its environment?"
+NO_STEP = (
+    "it ended without a step of a DeepSpeed engine: it trains without DeepSpeed, or deepspeed-muon is not installed"
+)
 
 
 def run_try(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -59,6 +61,8 @@ def run_try(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
     with Trial(args.out, command, args.steps) as trial:
         trial.plan(*adamw, *muon)
+        if kept := sum(run.state != "waiting" for run in trial.runs):
+            print(f"{kept} runs have ended in {args.out} before, and are kept", file=sys.stderr)
         first = trial.run(adamw[0])
         if first.state == "failed":
             raise SettingsError(f"the command fails without Muon: {first.note}; its output is in {trial.log(adamw[0])}")
@@ -103,8 +107,8 @@ def _conclude(args: argparse.Namespace, trial: Trial, adamw: Run) -> tuple[dict[
             remarks.append(f'"auto" takes the rate from the script: multiply its rate by {muon.variant.factor:g}')
         elif adamw.built_by_script:
             remarks.append(
-                "this run had no optimizer in its ds_config; Trainer and TRL build that of the new file, and a script of "
-                "your own must no longer pass optimizer= to deepspeed.initialize"
+                "the script built AdamW; to use the new file, remove optimizer= from its deepspeed.initialize. For "
+                "Trainer and TRL start again with --config and your ds_config or YAML; no run is repeated"
             )
     failed = [f"{run.variant}: {run.note}; {trial.log(run.variant)}" for run in trial.runs if run.state == "failed"]
     table = rows(trial.runs, base)
@@ -218,6 +222,8 @@ class Trial:
             except OSError as error:
                 raise SettingsError(f"cannot start {command[0]}: {error.strerror}") from None
             self._note(process.pid)
+            if not self._show():
+                print(f"{variant}: started; its output is in {self.log(variant)}", file=sys.stderr, flush=True)
             self._wait(variant, process, records)
         self._note(None)
         self._took.append(time.monotonic() - self._began)

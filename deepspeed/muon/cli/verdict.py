@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 CLOSE = 0.02
 #: Number of values -> half of the 95 % interval of their mean, in standard errors (Student's t); 2.2 for more values.
 STUDENT = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4, 9: 2.3, 10: 2.3}
+#: Times do not compare if the slowest run of an optimizer takes this many times the fastest one's time for a step.
+UNEVEN = 1.25
 #: A run has diverged if its last loss is more than this many times its first.
 DIVERGED = 2.0
 COLUMNS = ("variant", "rate", "loss", "to AdamW", "ms/step", "memory", "state")
-COLORS = {"AdamW": "tab:gray", "Muon": "tab:red"}
+#: Optimizer -> colormap of its curves.
+COLORS = {"AdamW": "Greys", "Muon": "YlOrRd"}
 
 
 class Variant(NamedTuple):
@@ -236,11 +239,21 @@ def notes(runs: Sequence[Run]) -> list[str]:
     steps, muon, found = length(runs), best(runs, "Muon"), list[str]()
     if muon is None:
         return found
-    top = max(run.variant.factor for run in runs if run.variant.optimizer == "Muon")
-    if muon.variant.factor == top:
-        found.append(f"the best rate is the highest of these; --rates {top:g},{3 * top:g} tries a higher one")
-    if sum(run.variant.optimizer == "AdamW" and not run.variant.seed for run in runs) == 1:
-        found.append("AdamW had one rate only; --adamw-rates 0.3,1,3 gives it others too")
+    for optimizer, flag in (("Muon", "--rates"), ("AdamW", "--adamw-rates")):
+        tried = [run for run in runs if run.variant.optimizer == optimizer and not run.variant.seed]
+        factors, top = [run.variant.factor for run in tried], best(runs, optimizer)
+        if len(tried) == 1:
+            found.append(f"{optimizer} had one rate only; {flag} 0.3,1,3 gives it others too")
+        elif top and top.variant.factor == (highest := max(factors)):
+            found.append(
+                f"{optimizer}'s best rate is the highest of these; {flag} {highest:g},{3 * highest:g} tries more"
+            )
+        times = [1e3 * run.step_seconds for run in tried if len(run.steps) > 1]
+        if times and max(times) > UNEVEN * min(times):
+            found.append(
+                f"{optimizer}'s runs took {min(times):.0f} to {max(times):.0f} ms a step for equal work, so other jobs "
+                "ran at the same time; do not compare times"
+            )
     rates = [step["lr"] for step in muon.steps[:steps]]
     if rates[-1] == max(rates) > 1.1 * rates[steps // 2]:
         found.append("the schedule still warms up at the last step; take more steps, or a shorter warm-up")
@@ -281,11 +294,13 @@ def draw(runs: Sequence[Run], path: Path) -> bool:
         return False
     top = [one for optimizer in COLORS if (one := best(runs, optimizer))]
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for run in (run for run in runs if len(run.steps) > 1 and not run.variant.seed):
-        style: dict[str, Any] = {"linewidth": 2} if run in top else {"linewidth": 1, "alpha": 0.4}
+    shown = [run for run in runs if len(run.steps) > 1 and not run.variant.seed]
+    for run in sorted(shown, key=lambda run: run.variant):
+        factors = sorted(other.variant.factor for other in shown if other.variant.optimizer == run.variant.optimizer)
+        shade = 0.3 + 0.6 * (factors.index(run.variant.factor) + 1) / len(factors)  # the higher the rate, the darker
+        color, width = plt.get_cmap(COLORS[run.variant.optimizer])(shade), 2.5 if run in top else 1
         for axes, places in zip(panels, (range(1, len(run.steps) + 1), run.seconds()), strict=True):
-            axes.plot(places, run.losses(), color=COLORS[run.variant.optimizer], label=str(run.variant), **style)
-            axes.annotate(f"x{run.variant.factor:g}", (places[-1], run.losses()[-1]), fontsize=7, clip_on=True)
+            axes.plot(places, run.losses(), color=color, linewidth=width, label=str(run.variant))
     low = min((min(run.losses()) for run in top), default=0.0)
     high = max((run.losses()[0] for run in top), default=0.0)
     if high > low:  # a run that diverges would press the others flat

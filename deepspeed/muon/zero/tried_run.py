@@ -43,15 +43,12 @@ def replacements() -> dict[Seam, Callable]:
     except OSError as error:  # the other ranks would wait for this one in the record's collectives
         raise SystemExit(f"ds_muon try: cannot read {file}: {error.strerror}; all nodes must share --out") from None
     run = TriedRun(variant)
-    replaced: dict[Seam, Callable] = {
+    return {
         Seam("deepspeed.runtime.config", "DeepSpeedConfig._initialize_params"): run.read_config,
         Seam(_ENGINE, "DeepSpeedEngine._configure_optimizer"): run.configure_optimizer,
         Seam(_ENGINE, "DeepSpeedEngine.backward"): run.backward,
         Seam(_ENGINE, "DeepSpeedEngine._take_model_step"): run.take_step,
     }
-    if variant["seed"]:  # added to each seed that the script sets
-        replaced[Seam("torch", "manual_seed")] = lambda original, seed: original(int(seed) + variant["seed"])
-    return replaced
 
 
 class TriedRun:
@@ -62,7 +59,7 @@ class TriedRun:
         muon: whether to train with Muon instead of AdamW
         changes: ds_config sections to replace, if ``muon``
         factor: number that multiplies the learning rate in every step
-        seed: number to add to the seed in each torch.manual_seed call of the script
+        seed: number that ``deepspeed_muon.py`` adds to the seed in each torch.manual_seed call of the script
         steps: end the run after this many steps, or earlier if the loss is not finite
         records: file to which rank 0 writes one line of JSON per step
 

@@ -34,10 +34,11 @@ config = json.loads(Path("ds.json").read_text())
 print(json.dumps({"config": config, "built_by_script": False}), file=file)
 import math
 gain = behavior.get("gain", 0.5) / (1 + abs(math.log(run["factor"] / 5))) if run["muon"] else 0.0
+pace = 1.0 if behavior.get("slow") == name else 0.5
 gain += behavior.get("spread", 0.0) * math.sin(run["seed"] * (1 + run["muon"]))
 for step in range(1, run["steps"] + 1):
     loss = 3.0 - gain * step / run["steps"] + 0.01 * (step % 3 if run["muon"] else 0)
-    print(json.dumps({"step": step, "loss": loss, "seconds": 0.5 * step, "lr": 1.0, "peak": 2**30}), file=file)
+    print(json.dumps({"step": step, "loss": loss, "seconds": pace * step, "lr": 1.0, "peak": 2**30}), file=file)
     if behavior.get("diverges") == name:
         print(json.dumps({"end": "diverged"}), file=file)
         sys.exit()
@@ -79,6 +80,7 @@ def test_the_best_rate_and_what_lies_between_the_best_two_is_found(trial: Callab
     assert [row["rate"] for row in facts["runs"]] == ["0.002", "0.002", "0.006", "0.02", "0.06", "0.011"]
     assert facts["verdict"].startswith("Muon x5.5 (rate 0.011) ends at 2.6")
     assert ": lower, -0.3988 +- 0.0444 (scatter" in facts["verdict"]
+    assert [note[:26] for note in facts["notes"]] == ["AdamW had one rate only; -"]
     config = json.loads(Path("out/ds_config_muon.json").read_text())
     assert config["optimizer"]["type"] == "Muon" and config["optimizer"]["params"]["lr"] == 0.0055
     assert config["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 0.011, "warmup_num_steps": 5}
@@ -90,13 +92,24 @@ def test_the_best_rate_and_what_lies_between_the_best_two_is_found(trial: Callab
 
 
 def test_a_run_that_fails_or_diverges_is_a_row(trial: Callable[..., Any]) -> None:
-    facts = trial("--json", fails="muon_x10", diverges="muon_x30").facts
+    found = trial("--json", fails="muon_x10", diverges="muon_x30")
+    facts = found.facts
+    assert "muon_x10.log" in found.err and "are kept" not in found.err
     rows = {row["variant"]: row["state"] for row in facts["runs"]}
     assert rows["Muon x10"] == "failed" and rows["Muon x30"] == "diverged at step 1"
     assert starts()[-1] == "muon_x1.7", "the best neighbour is the one that has a loss"
-    trial(fails="muon_x10", diverges="muon_x30")
+    assert "4 runs have ended in out before, and are kept" in trial(fails="muon_x10", diverges="muon_x30").err
     assert starts()[-1] == "muon_x10", "what has failed runs again, and nothing else does"
     assert len(starts()) == 7
+
+
+def test_limits_of_the_comparison_are_notes(trial: Callable[..., Any]) -> None:
+    """The best rate may lie outside of what was tried, and times may not compare."""
+    notes = trial("--json", "--rates", "1,3", "--adamw-rates", "1,3", slow="muon_x1").facts["notes"]
+    assert notes == [
+        "Muon's best rate is the highest of these; --rates 3,9 tries more",
+        "Muon's runs took 500 to 1000 ms a step for equal work, so other jobs ran at the same time; do not compare times",
+    ]
 
 
 def test_where_adamw_alone_diverges_nothing_speaks_for_it(trial: Callable[..., Any]) -> None:

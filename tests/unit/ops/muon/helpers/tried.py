@@ -140,11 +140,3 @@ def refuse(case: str) -> None:
     if case == "loss.backward":
         engine.backward = lambda loss: loss.backward()
     train_engine(engine, 1)
-
-
-def seeded(folder: Path) -> bool:
-    with started_by_try(folder, seed=5):
-        torch.manual_seed(1)
-        moved = torch.rand(3)
-    torch.manual_seed(6)
-    return torch.equal(moved, torch.rand(3))

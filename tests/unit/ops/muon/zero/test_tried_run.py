@@ -100,7 +100,15 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_repeat_moves_the_seed(tmp_path: Path) -> None:
-    assert run(tried.seeded, 1, folder=tmp_path) == [True]
+    """Also of a script that seeds before it imports DeepSpeed."""
+    (tmp_path / "variant.json").write_text(json.dumps({"seed": 5}))
+    env = {name: value for name, value in os.environ.items() if "AUTOLOAD" not in name}
+    command = [sys.executable, "-c", "import torch; print(torch.manual_seed(1).initial_seed())"]
+    seeds = [
+        subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=200).stdout
+        for more in ({}, {VARIABLE: str(tmp_path / "variant.json")})
+    ]
+    assert seeds == ["1\n", "6\n"]
 
 
 def test_a_node_without_the_file_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
