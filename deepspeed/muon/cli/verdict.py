@@ -252,7 +252,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
         if times and max(times) > UNEVEN * min(times):
             found.append(
                 f"{optimizer}'s runs took {min(times):.0f} to {max(times):.0f} ms a step for equal work, so other jobs "
-                "ran at the same time; do not compare times"
+                "ran too; do not compare times"
             )
     rates = [step["lr"] for step in muon.steps[:steps]]
     if rates[-1] == max(rates) > 1.1 * rates[steps // 2]:

@@ -108,7 +108,7 @@ def test_limits_of_the_comparison_are_notes(trial: Callable[..., Any]) -> None:
     notes = trial("--json", "--rates", "1,3", "--adamw-rates", "1,3", slow="muon_x1").facts["notes"]
     assert notes == [
         "Muon's best rate is the highest of these; --rates 3,9 tries more",
-        "Muon's runs took 500 to 1000 ms a step for equal work, so other jobs ran at the same time; do not compare times",
+        "Muon's runs took 500 to 1000 ms a step for equal work, so other jobs ran too; do not compare times",
     ]
 
 
