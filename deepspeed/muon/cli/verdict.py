@@ -17,7 +17,7 @@ CLOSE = 0.02
 #: Number of values -> half of the 95 % interval of their mean, in standard errors (Student's t); 2.2 for more values.
 STUDENT = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4, 9: 2.3, 10: 2.3}
 #: Times do not compare if the slowest run of an optimizer takes this many times the fastest one's time for a step.
-UNEVEN = 1.25
+MAX_PACE_RATIO = 1.25
 #: A run has diverged if its last loss is more than this many times its first.
 DIVERGED = 2.0
 COLUMNS = ("variant", "rate", "loss", "to AdamW", "ms/step", "memory", "state")
@@ -249,7 +249,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
                 f"{optimizer}'s best rate is the highest of these; {flag} {highest:g},{3 * highest:g} tries more"
             )
         times = [1e3 * run.step_seconds for run in tried if len(run.steps) > 1]
-        if times and max(times) > UNEVEN * min(times):
+        if times and max(times) > MAX_PACE_RATIO * min(times):
             found.append(
                 f"{optimizer}'s runs took {min(times):.0f} to {max(times):.0f} ms a step for equal work, so other jobs "
                 "ran too; do not compare times"
