@@ -373,7 +373,7 @@ def with_settings(step: PartitionStep, group: Mapping[str, Any]) -> PartitionSte
 
 
 def _settings_text(group: Mapping[str, Any]) -> str:
-    """Return a text of everything in a parameter group that decides the bits of its update."""
+    """Return the settings of a parameter group, all entries but ``params``, as a string to compare with another."""
     return repr(sorted((key, value) for key, value in group.items() if key != "params"))
 
 

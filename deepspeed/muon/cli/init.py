@@ -175,10 +175,11 @@ def _has_auto(value: Any) -> bool:
 def _params_from_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params`` for Muon, the changes) for ``optimizer``, AdamW's section of a ds_config.
+    """Convert ``optimizer``, AdamW's section of a ds_config; return (``optimizer.params`` for Muon, what changed).
 
-    ``config``: the ds_config; AdamW's ``max_grad_norm`` becomes its ``gradient_clipping``. ``path``, ``schedule``: the
-    file and the ds_config's schedule, used in texts only. Raise SettingsError if ``optimizer`` is not AdamW.
+    This also changes ``config``, the ds_config: ``max_grad_norm`` moves to ``gradient_clipping`` unless that is set.
+    ``path`` and ``schedule``, the file and the ds_config's schedule, only serve messages and reasons. Raise
+    SettingsError if ``optimizer`` is not AdamW, or its ``params`` is not an object.
     """
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if not isinstance(name, str) or name.lower() not in ADAMW:

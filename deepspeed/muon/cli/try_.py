@@ -196,9 +196,10 @@ class Trial:
             self._runs[variant] = run if run.state in ("done", "diverged") else Run(variant)
 
     def run(self, variant: Variant) -> Run:
-        """Run the user's command as ``variant`` unless its run has ended already; return the ended run.
+        """Run the user's command as ``variant``, wait for its end, and return the run.
 
-        Raise SettingsError if the command cannot be started.
+        If the variant has already run, return that run instead; only a run that failed in an earlier ``ds_muon try`` is
+        repeated. Raise SettingsError if the command cannot be started.
         """
         if variant not in self._runs:
             self.plan(variant)

@@ -206,10 +206,9 @@ def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fa
         for key in (f"here/{rank}", str(rank)):
             store.delete_key(key)  # rank 0 may come later, and must not read outdated facts
         raise DisagreementError(_silence([0]))
-    elif _unset_keys(store, ["verdict"], 2 * seconds + MAX_PREPARATION_SECONDS):
+    elif _unset_keys(store, ["verdict"], longest := 2 * seconds + MAX_PREPARATION_SECONDS):
         raise DisagreementError(
-            f"rank 0 did not compare the settings of all ranks within {MAX_PREPARATION_SECONDS:.0f} s; look "
-            "at rank 0's log"
+            f"rank 0 did not compare the settings of all ranks within {longest:.0f} s; look at rank 0's log"
         )
     _open_comparison += 1
     return json.loads(store.get("verdict"))

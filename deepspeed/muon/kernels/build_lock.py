@@ -133,11 +133,11 @@ def _warn_once_per_machine(text: str, *values: Any) -> None:
 
 
 def _verdict(extension: str) -> str:
-    """Return, as text, whether this machine builds ``extension``, such as ``this machine builds cpu_adam (g++)``."""
+    """Return a phrase for messages that says whether a compiler is building ``extension`` on this machine now."""
     running = ", ".join(_compilers(extension))
     if running:
-        return f"this machine builds {extension} ({running})"
-    return f"no compiler on this machine works on {extension}"
+        return f"this machine is building {extension} ({running})"
+    return f"no compiler on this machine is building {extension}"
 
 
 def _compilers(extension: str) -> list[str]:

@@ -85,7 +85,7 @@ class MuonEq(Rule):
 
 @dataclass(frozen=True)
 class MuonPlus(Rule):
-    """The rule Muon+, see :func:`snap_norm`."""
+    """Muon+: after Newton-Schulz, scale a matrix to the Frobenius norm of an orthogonal one (:func:`snap_norm`)."""
 
     KEY = "muon_plus"
     NEEDS_AXIS = False

@@ -243,7 +243,9 @@ def _attention(name: str, outputs: int, inputs: int, axis: int, owner: nn.Module
     is_grouped = name in GROUPED or is_a(owner, GROUPED_CLASSES)
     # A wrong order would train without any error, so nothing is guessed from a name that only looks fused.
     if not is_grouped and name not in CONTIGUOUS:
-        raise ValueError(f"it is unknown how {name} of {type(owner).__name__} orders queries, keys and values")
+        raise ValueError(
+            f"the order of queries, keys and values in {name} of {type(owner).__name__} is unknown; see muon_split"
+        )
     heads = heads_of(owner, model)
     if heads:
         queries, keys = heads.query_heads * heads.width, heads.key_heads * heads.width

@@ -62,7 +62,10 @@ def is_stack(module: nn.Module, path: str, shape: Sequence[int]) -> bool:
 
 
 def packed_experts(module: nn.Module, shape: Sequence[int]) -> int:
-    """Return how many experts' matrices a 2-D weight may hold, one below the other as in MegaBlocks; 0 if none."""
+    """Guess how many experts a 2-D weight stacks along its rows, as in MegaBlocks; return 0 if it seems to stack none.
+
+    The guess uses the class name of the module and its number of experts; the weight may still be a single matrix.
+    """
     counts = (getattr(module, name, 0) for name in ("num_experts", "moe_num_experts", "num_local_experts"))
     count = next((count for count in counts if type(count) is int and count > 1), 0)
     is_experts = "expert" in type(module).__name__.lower()

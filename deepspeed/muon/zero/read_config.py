@@ -272,7 +272,7 @@ def find_ds_config(path: str, section: dict[str, Any]) -> dict[str, Any]:
     """Return the ds_config in a parsed file: its whole content ``section``, or the only ds_config nested in it.
 
     Raises:
-        SettingsError: the file contains no ds_config, or several. The message says which file to give instead.
+        SettingsError: the file is another kind of configuration, or contains no ds_config, or several.
     """
     if is_accelerate_config(section):
         file = accelerates_ds_config_file(section)

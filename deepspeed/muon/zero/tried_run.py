@@ -83,10 +83,12 @@ class TriedRun:
         original(config, param_dict)
 
     def configure_optimizer(self, original: Callable, engine: Any, client: Any, parameters: Any) -> None:
-        """Replace ``DeepSpeedEngine._configure_optimizer``: multiply the learning rates by ``factor`` in each step.
+        """Replace ``DeepSpeedEngine._configure_optimizer``: also let each step multiply the learning rates.
 
-        If the script has built an AdamW and the variant uses Muon, the engine gets a MuonWithAuxAdam with the AdamW's
-        settings. The script keeps the AdamW, whose parameter groups become views of Muon's.
+        The rates are multiplied by the variant's ``factor`` before the optimizer's step, and restored after it. If the
+        script passes its own AdamW and the variant uses Muon, the engine gets a MuonWithAuxAdam with AdamW's settings.
+        The AdamW's parameter groups become views of Muon's, so that a schedule on either works. Raise SettingsError if
+        the script passes another optimizer.
         """
         factor = self._variant["factor"]
         if client is not None:

@@ -257,7 +257,7 @@ def misfit(engine: Any, arguments: Mapping[str, Any]) -> str | None:
     """Return why the checkpoint that ``arguments`` name does not fit, and what to do; ``None`` if it fits.
 
     ``arguments``: those of ``load_checkpoint``, with a tag whose folder exists. The files that this rank would load are
-    opened, but no optimizer state is read.
+    opened. DeepSpeed's own engine for checkpoints maps ``*optim_states.pt`` into memory, so that no state is read.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
