@@ -283,7 +283,10 @@ NO_DOWN = "the weight gate_up_proj looks like a fused gate and up projection, bu
 @pytest.mark.parametrize(
     ("owner", "text"),
     [
-        (Attention(query_key_value=linear(8, 24)), "left whole: the order of queries, keys and values in query_key_value of Attention is"),
+        (
+            Attention(query_key_value=linear(8, 24)),
+            "left whole: the order of queries, keys and values in query_key_value",
+        ),
         (Attention(c_attn=linear(8, 16)), "c_attn has 16 outputs, but queries, keys and"),
         (Attention(4, 2, 8, qkv=linear(8, 72)), "left whole: qkv has 72 outputs, but"),
         (Attention(4, 3, 8, linear_qkv=linear(8, 80)), "linear_qkv has 80 outputs, but"),
