@@ -108,7 +108,7 @@ UNCLEAR = "cannot tell how tensor parallelism split this parameter: the paramete
 REFUSED = {
     "built before": f"1.q_proj.weight: {UNCLEAR} has the attribute tensor_model_parallel",
     "stride": f"1.gate_up_proj.weight: {UNCLEAR}'s size 10",
-    "axis": f"1.q_proj.weight: {UNCLEAR} has shape [6, 12]",
+    "axis": f"1.q_proj.weight: {UNCLEAR}'s shape on this rank is [6, 12]",
     "other axes": "other axes than tensor and data parallelism",
     # torch's scaler asks each rank by itself whether it steps
     "fp16 autocast": "tensor parallelism or a pipeline under fp16 autocast at stage 0",
