@@ -39,12 +39,14 @@ PRELOADED = (
     "transformers",
 )
 """What every rank would import by itself."""
-#: Modules of DeepSpeed that store the process groups of an engine's parallelism.
+#: Modules of DeepSpeed that store the process groups of an engine's parallelism, or that an engine used autocast: the
+#: next engine of the process, of any optimizer, would divide its gradients by a scale of 2 ** 16 that its loss lacks.
 KEEPERS = (
     "deepspeed.utils.groups",
     "deepspeed.module_inject.layers",
     "deepspeed.runtime.activation_checkpointing.checkpointing",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+    "deepspeed.runtime.torch_autocast",
 )
 
 # ---- a rank -----------------------------------------------------------------------------------------------------
