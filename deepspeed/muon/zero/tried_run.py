@@ -161,7 +161,8 @@ class TriedRun:
         if isinstance(engine.basic_optimizer, MuonWithAuxAdam) and not self._variant["muon"]:
             raise SettingsError("ds_muon try: the run has Muon already; pass a ds_config whose optimizer is AdamW")
         if client is not None:
-            # Trainer sets weight_decay in its groups only, and to 0 in that of the norms and biases.
+            # Trainer sets weight_decay in its groups only, and to 0 in that of the norms and biases. The groups' lr is
+            # what the schedule has made of it by now.
             largest = max(client.param_groups, key=_elements)
             params = {key: largest[key] for key in TAKEN if key in largest} | {"lr": client.defaults["lr"]}
             config["optimizer"] = {"type": type(client).__name__, "params": params}
