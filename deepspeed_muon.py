@@ -52,14 +52,17 @@ def autoload() -> None:
 
 
 def _runs_command() -> bool:
-    """Return whether Python was started as ``python -m deepspeed.muon.cli`` and does not run its ``__main__`` yet."""
+    """Return whether Python was started as ``python -m deepspeed.muon.cli``, and has not yet run that module."""
     if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
         return False
     return sys.orig_argv[sys.orig_argv.index("-m") :][1:2] == [_COMMAND]
 
 
 def _move_seeds(file) -> None:
-    """Let ``torch.manual_seed`` add the number ``seed`` of the settings in ``file``."""
+    """Make ``torch.manual_seed(n)`` seed with n + m, so that ``ds_muon try`` can repeat a run with another seed.
+
+    ``file``: JSON file that ``ds_muon try`` has written for this run; m is its value ``"seed"``.
+    """
     # Here, because scripts seed before they import DeepSpeed.
     with contextlib.suppress(OSError):  # the package reports it
         more, torch = json.loads(Path(file).read_text())["seed"], sys.modules["torch"]
@@ -68,9 +71,9 @@ def _move_seeds(file) -> None:
 
 
 def _begin(module) -> None:
-    """Import ``deepspeed.muon`` now in a run of ``ds_muon try``, otherwise when a config names Muon.
+    """Import ``deepspeed.muon``: now if ``ds_muon try`` started this process, otherwise when a ds_config names Muon.
 
-    ``module``: the DeepSpeed module :data:`_MODULE`, just imported.
+    ``module``: DeepSpeed's module :data:`_MODULE`, which has just been imported.
     """
     if _TRIED:
         importlib.import_module("deepspeed.muon")
@@ -79,7 +82,10 @@ def _begin(module) -> None:
 
 
 def _watch(config_module) -> None:
-    """Wrap ``DeepSpeedConfig.__init__`` to activate deepspeed-muon if the config names Muon or an unknown optimizer."""
+    """Wrap ``DeepSpeedConfig.__init__`` to activate deepspeed-muon if the config names Muon or an unknown optimizer.
+
+    An unknown optimizer may be a misspelt Muon, which deepspeed-muon reports.
+    """
     kind = config_module.DeepSpeedConfig
     original = kind.__init__
     if getattr(original, "is_watched", False):
@@ -101,7 +107,10 @@ def _watch(config_module) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Find the module :data:`_MODULE` with the other finders, and call :func:`_begin` once it has been executed."""
+    """An import hook that calls :func:`_begin` once the DeepSpeed module :data:`_MODULE` has been imported.
+
+    :func:`autoload` puts it at the front of ``sys.meta_path``. The other entries find the module.
+    """
 
     def find_spec(self, name, path=None, target=None):
         if name != _MODULE:

@@ -23,9 +23,9 @@ def requirements(name: str) -> list[str]:
 def with_compiled_kernels() -> dict:
     """Return the arguments of ``setup`` that compile csrc/muon into the wheel, for ``DS_BUILD_MUON=1 pip wheel``.
 
-    The wheel gets one extension module for each common level of vector instructions, and a run imports that of its CPU.
-    The modules work only with the torch version that compiled them, which the wheel's version names, such as
-    ``0.2.0+torch2.13``. Needs ``--no-build-isolation``.
+    The wheel gets one extension module for each common level of vector instructions, such as AVX2 and AVX512, and a run
+    imports the one for its CPU. The modules work only with the torch version that they were compiled for. The wheel's
+    version names it: ``0.2.0+torch2.13``. Run pip with ``--no-build-isolation``, because the build imports torch.
     """
     os.environ["DS_MUON_AUTOLOAD"] = "0"  # an installed version must not be imported in place of this one
     import torch

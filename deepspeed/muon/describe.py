@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimizer does with each parameter, as a table: ``print(optimizer.describe())``, and in ``ds_muon plan``."""
+"""A table of what the optimizer does with each parameter, for ``optimizer.describe()`` and ``ds_muon plan``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ class Row:
         count: number of parameters in the row.
         shape: shape of each parameter, such as ``(4096, 1024)``.
         updated_by: ``"Muon"`` or ``"AdamW"``.
-        reason: why Muon or AdamW updates them.
+        reason: why Muon or AdamW updates them, and how they are split into matrices, if they are.
         matrices: how many matrices one parameter holds; 0 for AdamW.
-        lr: the group's learning rate at this step; ``None`` if it is not known yet.
-        scales: the different factors that multiply the matrices' updates in addition to ``lr``.
-        methods, dtype: of Newton-Schulz, such as ``("gram",)`` and ``fp16``; empty for AdamW or before planning.
+        lr: the group's current learning rate; ``None`` if it is not known yet.
+        scales: the distinct factors that multiply the matrices' updates in addition to ``lr``.
+        methods, dtype: of Newton-Schulz, such as ``("gram",)`` and ``fp16``.
         cost: share (0 to 1) of the model's Newton-Schulz operations.
-        owners: the ranks that orthogonalize these matrices; empty for AdamW or before planning.
-        is_on_each: whether each rank orthogonalizes all of them itself.
+        owners: the ranks that orthogonalize these matrices.
+        is_on_each: whether every rank orthogonalizes all of these matrices itself, so that the ranks share no work.
+
+    ``scales``, ``methods``, ``dtype`` and ``owners`` are empty for AdamW, and until the optimizer has planned which
+    rank orthogonalizes which matrix.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Row:
         )
 
     def _who(self) -> str:
+        """Return the text in the column "owner": the ranks that orthogonalize the row's matrices."""
         if self.is_on_each:
             return "each rank"
         if len(self.owners) > FEW_OWNERS:
@@ -87,12 +91,12 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A parameter group to describe.
+    """What :func:`describe` needs to know about one parameter group of the optimizer.
 
-    ``specs``: its parameters. ``scale``, ``method``, ``flops``: functions of a matrix's (rows, columns) that return the
-    factor of its update, its Newton-Schulz method, and the floating-point operations of Newton-Schulz; ``None`` for
-    AdamW or before planning. ``owners``: name of a parameter -> the ranks that orthogonalize its matrices. The other
-    fields mean the same as in :class:`Row`.
+    ``specs``: the group's parameters. ``scale``, ``method``, ``flops``: functions of a matrix's (rows, columns). They
+    return the factor that multiplies its update, its Newton-Schulz method, and the floating-point operations of
+    Newton-Schulz. ``owners``: {name of a parameter: the ranks that orthogonalize its matrices}. These four are ``None``
+    for AdamW, and until the optimizer has planned its steps. The other fields mean the same as in :class:`Row`.
     """
 
     use_muon: bool
@@ -113,9 +117,9 @@ def groups_of(
 
     Args:
         param_groups: the optimizer's parameter groups, with their current learning rates.
-        specs: for each group, the specs of its parameters.
-        steps: the planned steps of the Muon groups, at ZeRO stage 3 one for each sub-group; empty before they are
-            planned.
+        specs: for each group, the :class:`MatrixSpec` of each of its parameters.
+        steps: the planned step of each Muon group, or at ZeRO stage 3 of each of its sub-groups; empty before the
+            optimizer has planned them.
     """
     for index, (group, of_group) in enumerate(zip(param_groups, specs, strict=True)):
         mine = [step for step in steps if step.partition.index == index]
@@ -175,6 +179,7 @@ def _folded(pattern: str, names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as a text: ``0..3,7`` for 0, 1, 2, 3 and 7."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 

@@ -24,7 +24,7 @@ class ExchangeError(RuntimeError):
 
 
 class SeamError(RuntimeError):
-    """The installed DeepSpeed lacks an attribute that deepspeed-muon replaces; the message names the attribute."""
+    """The installed DeepSpeed lacks an attribute that deepspeed-muon patches; the message names the attribute."""
 
 
 class CheckpointError(ValueError):
@@ -36,7 +36,10 @@ class CallOrderError(RuntimeError):
 
 
 class ImportStateError(ValueError):
-    """State of another run or of a universal checkpoint cannot be used; the message says why. Nothing has changed."""
+    """Optimizer state of another run or of a universal checkpoint cannot be used; the message says why.
+
+    Nothing has changed.
+    """
 
 
 class KernelError(RuntimeError):

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 
 class Piece(NamedTuple):
-    """A rectangle of elements of a :class:`Block` (one matrix): ``rows`` rows of ``cols`` contiguous elements.
+    """A rectangle of a matrix, such as the part that one rank holds: ``rows`` rows of ``cols`` contiguous elements.
 
-    In the flattened parameter, the rectangle starts at index ``element``, and its rows start ``stride`` elements apart.
-    In the flattened block, it starts at index ``at``, and its rows start ``pitch`` elements apart. ``pitch`` is larger
-    than ``cols`` only if :meth:`Block.pieces` was called for a block that is part of a wider matrix.
+    The matrix is a :class:`Block` of a parameter. In the flattened parameter, the rectangle starts at index
+    ``element``, and its rows start ``stride`` elements apart. In the flattened block, it starts at index ``at``, and
+    its rows start ``pitch`` elements apart. ``pitch`` is larger than ``cols`` only if :meth:`Block.pieces` was called
+    for a block that is part of a wider matrix.
     """
 
     element: int
@@ -87,11 +88,11 @@ class Block:
         return min(band * whole + min(row * self.cols + columns, whole), numel)
 
     def pieces(self, start: int, stop: int, pitch: int | None = None) -> Iterator[Piece]:
-        """Yield rectangles of the block's elements with index ``start`` to ``stop - 1`` in the flattened parameter.
+        """Yield rectangles that cover the block's elements with index ``start`` to ``stop - 1`` of the parameter.
 
-        ``pitch``: if the block is one tensor-parallel rank's part of a matrix, the number of columns of that matrix.
-        The rectangles' ``at`` and ``pitch`` then refer to that matrix, with index 0 at the block's first element. Such
-        a part has ``column_stride`` 1.
+        ``start`` and ``stop`` are indices in the flattened parameter. ``pitch``: if the block is one tensor-parallel
+        rank's part of a matrix, the number of columns of that matrix. The rectangles' ``at`` and ``pitch`` then refer
+        to that matrix, with index 0 at the block's first element, and ``column_stride`` must be 1.
         """
         at, end = self.before(start), self.before(stop)
         in_band = self.numel // self.bands
@@ -191,7 +192,8 @@ class Placement:
       part in the rank's flat tensor.
     - Stage 0 splits nothing. ``origin``, ``base``: 0. ``span``: size of the parameter. ``copies``: number of ranks, all
       of which hold every element.
-    - With T tensor-parallel ranks, each has its own parameter. That of rank t has ``first``: t, ``rank_step``: T.
+    - With T tensor-parallel ranks, the parameter of each has its own placement, with ``first``: the rank's index in
+      the tensor-parallel group, ``rank_step``: T.
     """
 
     origin: int
@@ -245,8 +247,8 @@ class Spread:
     """Which ranks hold which elements of one matrix. All matrices that are spread in the same way share one object.
 
     ``rectangles``: a single one that is the whole matrix; with tensor parallelism, all rectangles into which the
-    tensor-parallel ranks split it. If these ranks hold copies of the matrix, their rectangles are the same: the owner
-    reads one copy, and sends its result to all. ``cols``: columns of the matrix.
+    tensor-parallel ranks split it. If these ranks hold copies of the matrix, their rectangles are the same: the rank
+    that orthogonalizes the matrix reads one copy, and sends the result to all. ``cols``: columns of the matrix.
     """
 
     def __init__(self, rectangles: tuple[Rectangle, ...], cols: int) -> None:
@@ -274,18 +276,20 @@ class Spread:
         return self._held_by_rank[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return the pieces of the matrix that ``rank`` holds (:class:`Piece`); empty if it holds none."""
+        """Return the part of the matrix that ``rank`` holds, as rectangles (:class:`Piece`); empty if it holds none."""
         if rank not in self._pieces_by_rank:
             self._pieces_by_rank[rank] = self._cut(rank)
         return self._pieces_by_rank[rank]
 
     def _count(self, rank: int) -> int:
+        """Compute :meth:`held_elements` without the cache."""
         local = (
             (block, *placement.held_range(rank, block.offset, block.stop)) for block, _, placement in self.rectangles
         )
         return sum(max(0, block.before(high) - block.before(low)) for block, low, high in local)
 
     def _cut(self, rank: int) -> tuple[Piece, ...]:
+        """Compute :meth:`pieces` without the cache."""
         pieces: list[Piece] = []
         for block, at, placement in self.rectangles:
             of_block = block.pieces(*placement.held_range(rank, block.offset, block.stop), self._cols)
@@ -363,10 +367,10 @@ class MatrixSpec:
 
     Args:
         name: name of the parameter in the model; the first one of a tied parameter.
-        shape: shape of the parameter on this rank, before ZeRO partitions it.
+        shape: shape of the parameter on this rank, after tensor parallelism and before ZeRO split it.
         use_muon: whether Muon updates the parameter; otherwise AdamW does.
         reason: why Muon or AdamW updates the parameter, as a text.
-        blocks: the matrices; empty for AdamW. With ``sharding`` they are blocks of the whole parameter.
+        blocks: the matrices; empty for AdamW. With ``sharding`` their indices are those of the unsplit parameter.
         split: how the parameter is split or flattened, or why it is left whole, as a text; empty if it simply is one
             matrix.
         sharding: how tensor parallelism split the parameter over ranks; ``None`` if it did not, if unknown (AdamW), or
@@ -377,10 +381,11 @@ class MatrixSpec:
         overrides_rules: whether the package's rules alone would have decided otherwise.
         split_by: ``muon_split``, ``per_head_muon`` or ``muon_fused``, the option that split the parameter, or ``None``.
         split_pattern: the pattern in ``muon_split`` that split the parameter.
-        left_whole: whether the parameter stays one matrix, for the reason in ``split``.
+        left_whole: whether the parameter stays one matrix although it might be split; ``split`` then says why.
         output_axis: axis of the outputs in each matrix (0: rows, 1: columns); ``None`` if unknown.
         is_lora: whether the parameter is a factor of a low-rank adapter.
-        is_unsure: whether the parameter was taken for an output head, or not, by its place in the model only.
+        is_unsure: whether only the parameter's place in the model decided if it is an output head, so that the decision
+            may be wrong.
     """
 
     name: str

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record a step: measure it on all ranks, and write six values through DeepSpeed's monitor."""
+"""Measure an optimizer step on all ranks, and write the results to DeepSpeed's monitor.
+
+The six values, with the prefix ``Train/Muon/``: ``update_rms``, ``weight_rms``, ``update_to_weight``, ``grad_norm``,
+``matrices_without_gradient`` and ``newton_schulz_seconds``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,8 @@ class StepStats:
 
     Attributes:
         seconds: time spent in Newton-Schulz.
-        without_gradient: number of matrices without a gradient. Each of n ranks that share a matrix counts 1 / n.
+        without_gradient: number of matrices without a gradient. Each of n ranks that share a matrix counts it as 1 / n,
+            so that the sum over all ranks is the number in the model.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -68,10 +73,12 @@ class StepStats:
             self._changes += lr**2 * squares
 
     def of_all_ranks(self) -> dict[str, float]:
-        """Return {name: value} from the measurements of all ranks; a collective.
+        """Return {name: value} to record, computed from the measurements of all ranks; a collective.
 
-        Without an updated matrix there is no ``update_rms`` and ``weight_rms``; with all weights 0, no
-        ``update_to_weight``.
+        ``matrices_without_gradient``: their number. ``newton_schulz_seconds``: the time of the slowest rank.
+        ``update_rms``, ``weight_rms``: RMS of all updated matrices' updates, without the learning rate, and of their
+        weights; missing if no matrix was updated. ``update_to_weight``: norm of all changes, except decay, divided by
+        the norm of the weights; missing if that is 0.
         """
         local = [self.without_gradient, self._numel, self._weights, self._updates, self._changes]
         sums = summed(torch.tensor(local, dtype=torch.float64, device="cpu"))
@@ -86,7 +93,7 @@ class StepStats:
 
 
 class Recorder:
-    """Records every ``monitor_interval``-th step of an engine.
+    """Records every ``monitor_interval``-th step of a DeepSpeed engine in DeepSpeed's monitor.
 
     ``optimizer``: the engine's :class:`deepspeed.muon.optimizer.MuonWithAuxAdam`. ``synchronize``: function that waits
     for the accelerator.
@@ -100,7 +107,7 @@ class Recorder:
         return (engine.global_steps + 1) % self._optimizer.config.monitor_interval == 0
 
     def record(self, take_step: Callable[[], None], engine: Any, outer: Phase) -> None:
-        """Call ``take_step``, which makes an optimizer step, measure it, and write the values on rank 0. A collective.
+        """Call ``take_step``, which makes an optimizer step, and measure it; rank 0 writes the results. A collective.
 
         ``outer``: function (name of a phase) -> context manager, such as a timer, in which that phase runs.
         """

@@ -228,9 +228,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self.qk_clip.bind(partitions, self.context.peers, device)
 
     def after_load(self) -> None:
-        """Update the planned steps after a load: settings of groups, and update rules' state of this rank's matrices.
+        """Apply what ``load_state_dict`` has loaded to the planned steps; called at its end.
 
-        Do nothing before :meth:`bind`. The plan stays, because it follows from shapes, ranks and config only.
+        The steps get the loaded settings of the parameter groups. Of the loaded state of update rules, such as
+        NorMuon's, keep that of the matrices that this rank orthogonalizes. Which rank orthogonalizes which matrix does
+        not change, because that follows from shapes, ranks and config only. Do nothing before :meth:`bind`.
         """
         if not self.is_bound:
             return
@@ -239,16 +241,20 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         self.owner_state.bind(self._partition_steps.values())
 
     def connect(self) -> None:
-        """Open all process groups' connections for all-to-all, in the order of their use in a step; a collective."""
+        """Open the connections for the all-to-all of each process group that a step uses; a collective.
+
+        Otherwise NCCL would allocate their memory, which may be gigabytes, within the first step.
+        """
         # One all-to-all per process group makes its connections, and several partitions may share a group.
         exchanges = {id(s.exchange.group): s.exchange for s in self._partition_steps.values() if s.uses_all_to_all}
         for exchange in exchanges.values():
             exchange.connect()
 
     def whole_state(self) -> AbstractContextManager[None]:
-        """Return a context in which ``state_dict`` has the update rules' state of all matrices, not only this rank's.
+        """Return a context in which ``state_dict`` works on every rank with update rules that keep state of matrices.
 
-        Entering it is a collective.
+        Outside of it, a rank has this state, such as NorMuon's second moments, only of the matrices that it
+        orthogonalizes. Entering the context gathers the state of all matrices on all ranks; a collective.
         """
         return self.owner_state.whole()
 
@@ -264,7 +270,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @property
     def partitions(self) -> list[Partition]:
-        """Return the :class:`Partition` of each Muon step; its ``group`` is ``None`` if each rank does all the work."""
+        """Return the :class:`Partition` of each Muon group, or at ZeRO stage 3 of each of its sub-groups.
+
+        ``Partition.group`` is ``None`` if each rank orthogonalizes all matrices itself. Empty before :meth:`bind`.
+        """
         return [step.partition for step in self._partition_steps.values()]
 
     @property
@@ -311,9 +320,10 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return int(next(iter(self.state.values()))["step"]) if self.state else 0
 
     def begin_step(self) -> None:
-        """Reset what is kept for one step, and warn of parameters that have become trainable.
+        """Reset the flags of the previous training step, and warn of parameters that have become trainable.
 
-        With QK-clip, a collective: exchange the largest attention logits with the ranks that train the same layers.
+        Called once before each training step, in which ZeRO may call :meth:`step` several times. With QK-clip, a
+        collective: exchange the largest attention logits with the ranks that train the same layers.
         """
         self._is_skip_logged = self._has_looked = False
         if self.context.is_logging or self.stage:  # the parameters of other pipeline stages are unknown to rank 0
@@ -335,7 +345,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             self._phase, self._stats = outer
 
     def describe(self) -> Description:
-        """Return a table of how each parameter is updated: by Muon or AdamW, why, with which rate, by which owner.
+        """Return a table of how each parameter is updated: by Muon or AdamW, why, with which rate, on which ranks.
 
         ``print(engine.basic_optimizer.describe())`` prints it; ``describe().rows`` are its rows.
         """
@@ -465,7 +475,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _bind_on_first_use(self) -> bool:
         """Call :meth:`bind` before the first step in plain PyTorch, and return True.
 
-        Return False if the step must do nothing: a wrapper has replaced the parameters, and all gradients are zero.
+        Return False if a wrapper has replaced the parameters and all gradients are zero, as in the step that
+        DeepSpeed's fp16 wrapper makes while it is being built. The step must then do nothing. Raise RuntimeError if the
+        parameters were replaced and a gradient is not zero.
         """
         tensors = [p for group in self.param_groups for p in group["params"]]
         if all(p in self.specs for p in tensors):
@@ -527,9 +539,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         return [self._without_gradient.pop(first) for first in firsts]
 
     def _look(self, looks: Sequence[tuple[PartitionStep, Gradients]]) -> None:
-        """Find and store the names of the matrices without gradient of some partitions; a collective.
+        """Find the matrices whose gradient is zero on all ranks, and store their names for the updates; a collective.
 
-        ``looks``: for each of these partitions, its planned step and its gradients.
+        ``looks``: for each :class:`Partition` to search, its planned step and its gradients.
         """
         with self._phase("prepare"):
             names = without_gradient(

@@ -19,9 +19,10 @@ from deepspeed.muon.step import StepContext
 
 
 def bind_without_sharding(optimizer: Any, replicas: Any) -> None:
-    """Set ``optimizer.context`` and call ``optimizer.bind``, in plain PyTorch.
+    """Plan an optimizer's steps in plain PyTorch: set ``optimizer.context``, and call ``optimizer.bind``.
 
-    ``optimizer``: a :class:`MuonWithAuxAdam`. ``replicas``: DDP's process group; ``None`` without DDP.
+    Called in the first step. ``optimizer``: a :class:`MuonWithAuxAdam`. ``replicas``: DDP's process group, whose ranks
+    share the work of Newton-Schulz; ``None`` without DDP.
     """
     rank, copies = init_and_rank(replicas) if replicas else (0, 1)
     unavailable = unavailable_kernels(optimizer.config.kernels, {p.device.type for p in optimizer.specs})

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Create the optimizer's state, and convert it to and from the form in which ``state_dict`` and checkpoints have it.
 
-The state that update rules keep of a matrix is on the matrix's owner (:class:`OwnerState`), so only saves send it.
+Update rules such as NorMuon keep state of a matrix on its owner, the rank that orthogonalizes it (:class:`OwnerState`).
+Ranks send this state to each other only when a checkpoint is saved.
 
 DeepSpeed's converter to universal checkpoints knows the state keys ``exp_avg``, ``exp_avg_sq`` and ``step`` only. So an
 engine's checkpoint stores Muon's momentum as ``exp_avg``, and fills ``exp_avg_sq`` with minus infinity, which takes one
@@ -139,6 +140,7 @@ class SavedForm:
                 group.update(facts)
 
     def _saved_entry(self, optimizer: Any, tensor: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        """Return one tensor's state, ``entry``, in its form in files."""
         if (
             self.read_swapped is not None
         ):  # read states from NVMe, so that a rank's file is complete and every tool can use it
@@ -162,9 +164,12 @@ class SavedForm:
     def before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of ``state_dict`` that torch can load. Torch calls this before it loads the state dict.
 
-        Each momentum becomes an :class:`UncastMomentum` under the key ``momentum_buffer``. Under DeepSpeed, which has
-        saved it as ``exp_avg``, a Muon group's ``exp_avg_sq`` is dropped, and groups get the settings that
-        :func:`settings_of` returns; raise ValueError if the saved groups do not fit this run (:func:`check_groups`).
+        Each momentum becomes an :class:`UncastMomentum` under the key ``momentum_buffer``. Checkpoints of a DeepSpeed
+        engine contain it as ``exp_avg``, next to an ``exp_avg_sq`` without meaning, which is dropped. Under DeepSpeed,
+        groups also get the settings that :func:`settings_of` returns.
+
+        Raises:
+            ValueError: under DeepSpeed, the saved groups do not fit this run (:func:`check_groups`).
         """
         state, groups = dict(state_dict["state"]), [dict(group) for group in state_dict["param_groups"]]
         if self.is_convertible:
@@ -187,9 +192,10 @@ class SavedForm:
 
     @torch.no_grad()
     def load(self, optimizer: Any) -> None:
-        """Cast the loaded momentum, copy loaded values into existing state tensors, and use the other loaded state.
+        """Complete a load; torch calls this at the end of ``load_state_dict``.
 
-        That is the state of the loss scaler and of update rules. Torch calls this at the end of ``load_state_dict``.
+        Cast the loaded momentum to the config's ``momentum_dtype``. Copy loaded values into the state tensors that
+        existed before the load. Pass the loaded state of the loss scaler and of update rules, such as NorMuon, to them.
         """
         for group in optimizer.param_groups:
             scale = group.pop(SCALE, None)
@@ -294,7 +300,7 @@ def conversion(folder: Path, stages: Collection[int], option: str = "") -> str:
 def check_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if the saved parameter groups do not fit this run; see :func:`routing_difference`.
 
-    Only warn if the saved run split a Muon parameter into other matrices.
+    If the saved run only split a Muon parameter into other matrices than this run does, log a warning.
     """
     if text := routing_difference(optimizer, groups):
         raise ValueError(text)
@@ -319,7 +325,7 @@ def routing_difference(
 ) -> str | None:
     """Return an error message if saved parameter groups do not fit this run; otherwise ``None``.
 
-    They do not fit if another optimizer saved them, or if Muon updated other parameters or groups in that run.
+    They do not fit if another optimizer saved them, or if Muon updated other parameters or groups in the saved run.
     ``folder``, ``stages``: see :func:`conversion`.
     """
     saved, current = group_kinds(groups), group_kinds(optimizer.param_groups)
@@ -393,9 +399,10 @@ class OwnerState:
         self._state_shapes: list[tuple[Exchange, dict[str, dict[str, tuple[int, ...]]]]] = []
 
     def bind(self, partition_steps: Iterable[Any]) -> None:
-        """Keep only the state of matrices that this rank owns under the current plans. Missing state becomes 0.
+        """Keep only the state of matrices that this rank orthogonalizes, and create missing state as zeros.
 
-        Call this after :meth:`load`. ``partition_steps``: the planned :class:`PartitionStep` of each partition.
+        Call this after :meth:`load`. ``partition_steps``: the planned :class:`PartitionStep` objects, which say what
+        this rank orthogonalizes.
         """
         loaded, self.tensors_by_state = self.tensors_by_state, {name: {} for name in self._state_names}
         self._state_shapes.clear()
@@ -414,14 +421,17 @@ class OwnerState:
                     self.tensors_by_state[name][matrix] = tensor.to(device)
 
     def of(self, matrix_name: str) -> dict[str, Tensor]:
-        """Return {name of a state: tensor} of a matrix that this rank owns; empty if no update rule has state."""
+        """Return the state of a matrix that this rank orthogonalizes, such as ``{"second_moments": tensor}``.
+
+        Empty if no update rule has state.
+        """
         return {name: self.tensors_by_state[name][matrix_name] for name in self._state_names}
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Return a context in which this rank holds the state of all matrices, which :meth:`save` needs.
 
-        A collective: entering the context collects the state from its owners.
+        A collective: entering the context gathers the state from the ranks that orthogonalize the matrices.
         """
         owned = self.tensors_by_state
         if self._state_shapes:
@@ -464,14 +474,15 @@ class OwnerState:
                 next(group for group in groups if group["use_muon"])[name] = dict(of_matrices)
 
     def load(self, groups: Sequence[dict[str, Any]], is_logging: bool, not_saved: Collection[str] = ()) -> None:
-        """Take the matrices' update-rule state from a loaded state dict into this object. Call :meth:`bind` afterwards.
+        """Move the state of update rules from a loaded state dict into this object. Call :meth:`bind` afterwards.
 
         State of update rules that this run does not use is dropped.
 
         Args:
             groups: the state dict's parameter groups. The entries that hold such state are removed from them.
             is_logging: whether to warn if an update rule is on in only one of the two runs, the saved one and this one.
-            not_saved: names of matrices to skip, because the state saved under this name is of another rank's matrix.
+            not_saved: names of matrices whose saved state must not be used. Experts or tensor-parallel shards of
+                several ranks have the same name, and a universal checkpoint has the state of only one of them.
         """
         self.tensors_by_state = {}
         for kind in RULES:

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a partition of Muon parameters, from gradient to weight.
+"""One optimizer step on a partition, the Muon parameters that one call of ``step`` updates, from gradient to weight.
 
     look           on the shard     which matrices have a gradient; whether gradients are finite
     prepare        on the shard     momentum and Nesterov, rounded to the dtype of the exchange
     orthogonalize  at the owner     Newton-Schulz on whole matrices, between the update rules
     apply          on the shard     weight decay, and the update scaled by learning rate and shape
 
-The optimizer runs the first phase for several partitions together, before it updates any of them. The other three work
-on one bucket of matrices at a time; :meth:`PartitionStep.run` is the loop over the buckets.
+The shard is the part of the parameters that this rank holds. The owner of a matrix is the rank that orthogonalizes it.
 
-The owner of a matrix is the rank that orthogonalizes it. A piece of a matrix in this rank's shard, which is
-consecutive elements or equally spaced rows, is a ``ShardRun``, in names "run". Pieces that are updated together form a
-:class:`Call`.
+The optimizer runs the first phase for several partitions together, before it updates any of them. The other three work
+on one bucket at a time, which is the matrices that ranks send to the owners together. :meth:`PartitionStep.run` is the
+loop over the buckets.
+
+A piece of a matrix in this rank's shard, which is consecutive elements or equally spaced rows, is a ``ShardRun``, in
+names "run". Pieces that are updated together form a :class:`Call`.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class _Probes(NamedTuple):
 
     Args:
         tensor: the tensor's index in the partition.
-        runs_of_matrices: for each matrix with elements in the tensor, in the order of these, its pieces in the tensor.
+        runs_of_matrices: for each matrix with elements in the tensor, its pieces there. The matrices are in the order
+            of their elements.
         numbers, matrix_indices: for each of these matrices, its index in the partition, as integers and as an int64
             tensor.
         positions: for each of these matrices, the indices in the tensor of the :data:`PROBES` elements to test first.
@@ -131,10 +134,11 @@ class GradientProbe:
             self._probes.append(_Probes(tensor, runs_of_matrices, numbers, matrix_indices, positions, {}))
 
     def sampled(self, gradients: Gradients) -> Tensor:
-        """Return an int32 flag for each matrix: 1 if a sample of its gradient is nonzero on any rank, otherwise 0.
+        """Return an int32 flag for each matrix in :attr:`names`: whether a sample of its gradient is nonzero.
 
-        Each rank samples :data:`PROBES` elements of a matrix. A collective, unless this rank's gradients are enough to
-        tell. ``gradients``: those of the partition's tensors.
+        The flag is 1 if the sample of any rank is nonzero, otherwise 0. Each rank samples :data:`PROBES` elements of
+        its part of a matrix. A collective, unless every rank holds every matrix whole. ``gradients``: those of the
+        partition's tensors.
         """
         present = torch.zeros(len(self.names), dtype=torch.int32, device=self._device)
         found = [(probes, gradient) for probes in self._probes if (gradient := _joined(gradients[probes.tensor]))]
@@ -145,10 +149,10 @@ class GradientProbe:
         return self._of_all_ranks(present)
 
     def read(self, gradients: Gradients, numbers: Sequence[int]) -> Tensor:
-        """Return an int32 flag for each of ``numbers``: 1 if its gradient is nonzero on any rank, otherwise 0.
+        """Return an int32 flag for each matrix in ``numbers``: 1 if its gradient is nonzero on any rank, otherwise 0.
 
-        Unlike :meth:`sampled`, this tests every element. A collective, unless this rank's gradients are enough to tell.
-        ``numbers``: indices of matrices, equal on all ranks.
+        Unlike :meth:`sampled`, this tests every element. A collective, unless every rank holds every matrix whole.
+        ``gradients``: those of the partition's tensors. ``numbers``: indices in :attr:`names`, equal on all ranks.
         """
         present = torch.zeros(len(numbers), dtype=torch.int32, device=self._device)
         places = {number: place for place, number in enumerate(numbers)}
@@ -160,6 +164,7 @@ class GradientProbe:
         return self._of_all_ranks(present)
 
     def _of_all_ranks(self, present: Tensor) -> Tensor:
+        """Return the maximum of each flag over the ranks that share the partition."""
         present = present.to(self._exchange.device)
         if self._is_shared:
             self._exchange.largest(present)
@@ -173,7 +178,8 @@ def without_gradient(
 ) -> list[frozenset[str]]:
     """Return for each partition the names of its matrices whose gradient is zero on all ranks; a collective.
 
-    The host waits for the device once, or twice if the sample of some matrix's gradient is zero on all ranks.
+    First test a few elements of each matrix, then all elements of those matrices whose sample is zero on all ranks. The
+    host waits for the device once, or twice if there are such matrices.
 
     Args:
         probes: one for each partition.
@@ -214,7 +220,7 @@ def _joined(gradient: Sequence[Tensor]) -> list[Tensor]:
 def _of_run(gradient: Sequence[Tensor], copy: GridCopy) -> Tensor:
     """Return the elements of a gradient that ``copy`` selects, as a view of the tensor that contains them.
 
-    ``gradient``: consecutive 1-D tensors.
+    ``gradient``: consecutive 1-D tensors. ``copy``: equally spaced rows of their concatenation (:class:`GridCopy`).
     """
     number = 0
     while copy.start >= gradient[number].numel():
@@ -241,7 +247,7 @@ def _probe_positions(runs: Sequence[ShardRun]) -> list[int]:
 
 
 def pieces_of(tensor: Tensor) -> list[Tensor]:
-    """Return a list with the gradient of a tensor; an empty list if it has none, or a sparse one."""
+    """Return ``[tensor.grad]``; an empty list if the tensor has no gradient, or a sparse one."""
     grad = tensor.grad
     return [] if grad is None or grad.layout != torch.strided else [grad]
 
@@ -288,8 +294,9 @@ class StepContext:
             the optimizer's ``begin_step`` before the first call, and releases the workspace after the last.
         is_finite: function that returns whether the current gradients are finite on all ranks; may be a collective.
             ``None``: the optimizer checks them by itself, because they are equal on all ranks.
-        read_flags: function that returns the elements of an int32 tensor, for which the host waits for the device. If
-            ``is_finite`` tests ZeRO's gradient norms (``NormWatch``), the same wait fetches them: call this one first.
+        read_flags: function that returns the elements of an int32 tensor, for which the host waits for the device.
+            Call it before ``is_finite``: if that tests ZeRO's gradient norms (``NormWatch``), which may be on the
+            device too, the same transfer fetches them.
         gradients_of: function of a partition that the current call of ``step`` does not update. It returns
             its flat gradient as consecutive 1-D tensors, or ``None`` if the gradient is not in memory.
     """
@@ -321,8 +328,10 @@ def bind_partition(
 ) -> PartitionStep:
     """Plan the step of one :class:`Partition`. Return the :class:`PartitionStep` that carries it out.
 
+    Planning chooses the rank that orthogonalizes each matrix, and which matrices are sent together.
+
     Args:
-        partition: Muon parameters of one parameter group, and how ranks share them.
+        partition: the Muon parameters that one call of ``step`` updates, and how ranks share them.
         group: the partition's parameter group.
         dtype: dtype of the matrix products of Newton-Schulz, a key of :data:`DTYPES`.
         exchange: communication among the ranks of the partition.
@@ -393,10 +402,12 @@ def _scale(group: Mapping[str, Any], config: MuonConfig) -> Scale:
 
 
 class Call(NamedTuple):
-    """Pieces of matrices (:class:`ShardRun`) in one :class:`Bucket` that are updated together.
+    """Pieces of matrices on this rank (:class:`ShardRun`) whose momentum or weights are updated together.
+
+    They are in one :class:`Bucket`, the matrices that ranks send to the owners together.
 
     Args:
-        run_indices: their indices in ``Bucket.runs``, from :meth:`Bucket.run_groups`.
+        run_indices: the pieces' indices in ``Bucket.runs``, from :meth:`Bucket.run_groups`.
         tensor: index, in the parameter group, of the tensor that holds all these pieces.
         in_place: whether the pieces are in the buffer of the bucket's matrices; otherwise in the send buffer.
         scale: factor by which the update of the pieces is multiplied.
@@ -415,7 +426,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NewtonSchulz:
-    """How a partition's matrices are orthogonalized.
+    """How the matrices of a :class:`Partition` are orthogonalized.
 
     Args:
         schedule: the coefficients, one triple for each step.
@@ -434,7 +445,7 @@ class NewtonSchulz:
 
 @dataclass(kw_only=True, eq=False)
 class StepValues:
-    """The values of one step of a partition.
+    """The inputs and the working memory of one step of a :class:`Partition`.
 
     Args:
         group: the parameter group, with its tensors and this step's learning rate, momentum and weight decay.
@@ -506,20 +517,20 @@ class PartitionStep:
 
     @cached_property
     def gradient_probe(self) -> GradientProbe:
-        """Return the :class:`GradientProbe` that finds the partition's matrices without a gradient."""
+        """Return the :class:`GradientProbe` that finds the partition's matrices whose gradient is zero."""
         return GradientProbe(self.partition, self.plan, self.exchange)
 
     @property
     def uses_all_to_all(self) -> bool:
-        """Return whether any rank of the partition sends matrices to an owner; equal on all of its ranks.
+        """Return whether ranks send parts of matrices to the ranks that orthogonalize them; equal on all ranks.
 
-        At ZeRO stage 0 none does: an all-gather sends the results.
+        At ZeRO stage 0 they do not: every rank holds all matrices, and an all-gather sends the results.
         """
         return any(bucket.travels and not bucket.gathered_part for bucket in self.plan.buckets)
 
     @cached_property
     def slots(self) -> int:
-        """Return the number of slots: how many buckets are in memory at a time, each in the memory of one slot."""
+        """Return how many buckets (matrices that are sent together) are in memory at a time, each in one slot."""
         return self.plan.slots(self.plan.travels(self.exchange.is_staged))
 
     @cached_property
@@ -534,10 +545,14 @@ class PartitionStep:
 
     @cached_property
     def calls(self) -> list[list[Call]]:
-        """Return, for each bucket of the plan, its :class:`Call` objects, which say what is updated together."""
+        """Return, for each bucket of the plan, its :class:`Call` objects, which say what is updated together.
+
+        A bucket is the matrices that ranks send to the owners together.
+        """
         return [[self._call(bucket, group) for group in bucket.run_groups(self.scale)] for bucket in self.plan.buckets]
 
     def _call(self, bucket: Bucket, indices: tuple[int, ...]) -> Call:
+        """Return the :class:`Call` for the pieces ``bucket.runs[i]``, i in ``indices``."""
         first, tiles = bucket.runs[indices[0]], None
         spans = bucket.spans(indices, staged=self.exchange.is_staged)
         if self.multi_run_kernels is not None and spans:
@@ -550,8 +565,8 @@ class PartitionStep:
     def run(self, values: StepValues) -> None:
         """Make one step: update the partition's weights and optimizer states in place.
 
-        With three buckets in memory at a time (:attr:`slots`), a step of three buckets has this form. What one line
-        sends arrives during the next::
+        Ranks exchange the matrices bucket by bucket. With three buckets in memory at a time (:attr:`slots`), a step of
+        three buckets has this form. What one line sends arrives during the next::
 
             prepare 0, send 0
             prepare 1, send 1       orthogonalize 0, send 0 back
@@ -572,7 +587,10 @@ class PartitionStep:
                 self._finish(values, turn - 2 * lag)
 
     def _start(self, values: StepValues, number: int) -> None:
-        """Prepare bucket ``number`` and start to send it to the owners; ignore a number without a bucket."""
+        """Update the momentum of bucket ``number`` of matrices, and start to send the input of Newton-Schulz.
+
+        Do nothing if there is no bucket of this number.
+        """
         if number < len(self.plan.buckets):
             slot = number % self.slots
             buffers = self.exchange.open(self.plan, number, values.memory_of_slots[slot], slot)
@@ -582,7 +600,10 @@ class PartitionStep:
             self.exchange.send(buffers)
 
     def _turn_around(self, values: StepValues, number: int) -> None:
-        """Orthogonalize bucket ``number`` once it has arrived, and start to send the results back."""
+        """Wait until bucket ``number`` has arrived, orthogonalize its matrices, and start to send the results back.
+
+        Do nothing if there is no bucket of this number.
+        """
         if 0 <= number < len(self.plan.buckets):
             buffers = values.open_buckets[number]
             with values.phase("exchange"):
@@ -592,7 +613,10 @@ class PartitionStep:
             self.exchange.send_back(buffers)
 
     def _finish(self, values: StepValues, number: int) -> None:
-        """Update the weights of bucket ``number`` once its results have arrived, and release the bucket."""
+        """Wait for the results of bucket ``number``, update this rank's weights with them, and drop its buffers.
+
+        Do nothing if there is no bucket of this number.
+        """
         if 0 <= number < len(self.plan.buckets):
             buffers = values.open_buckets.pop(number)
             with values.phase("exchange"):
@@ -603,7 +627,7 @@ class PartitionStep:
     # ---- on the shard: momentum and Nesterov --------------------------------------------------------------
 
     def _prepare(self, values: StepValues, buffers: BucketBuffers) -> None:
-        """Update the momentum of this rank's part of one bucket, and write the input of Newton-Schulz to ``buffers``.
+        """Update this rank's momentum for one bucket of matrices, and write the input of Newton-Schulz to ``buffers``.
 
         With the gradient g and the updated momentum m, the input is ``g + beta * (m - g)`` if Nesterov is on, otherwise
         m, in the dtype in which matrices are sent.
@@ -630,7 +654,7 @@ class PartitionStep:
     def _advance_spans(self, values: StepValues, call: Call, momentum: Tensor, grad: Tensor, targets: Tensor) -> None:
         """Update the momentum of all pieces in a :class:`Call`, and write the input of Newton-Schulz to ``targets``.
 
-        ``momentum``, ``grad``: momentum and gradient of the call's tensor. All three tensors are 1-D.
+        ``momentum``, ``grad``: momentum and gradient of the tensor that holds the pieces. All three tensors are 1-D.
         """
         if self.multi_run_kernels is not None:
             self.multi_run_kernels.advance(momentum, grad, targets, call.tiles, values.beta, values.nesterov)
@@ -663,7 +687,10 @@ class PartitionStep:
     # ---- at the owner: Newton-Schulz ----------------------------------------------------------------------
 
     def _orthogonalize(self, buffers: BucketBuffers) -> None:
-        """Apply Newton-Schulz and the update rules to the matrices that this rank owns in one bucket, in place."""
+        """Apply update rules and Newton-Schulz, in place, to the matrices of one bucket that this rank orthogonalizes.
+
+        ``buffers``: those of the bucket, in which the matrices are whole.
+        """
         how = self.newton_schulz
         for batch in buffers.bucket.batches:
             shape = batch.count, batch.rows, batch.cols
@@ -687,7 +714,7 @@ class PartitionStep:
     # ---- on the shard: decay and update -------------------------------------------------------------------
 
     def _apply(self, values: StepValues, buffers: BucketBuffers) -> None:
-        """Update the weights of this rank's part of one bucket from the results of Newton-Schulz in ``buffers``.
+        """Update this rank's weights in one bucket of matrices from the results of Newton-Schulz in ``buffers``.
 
         The weights decay, and learning rate x scale x result is subtracted.
         """
@@ -710,7 +737,7 @@ class PartitionStep:
     def _apply_spans(self, values: StepValues, call: Call, weights: Tensor, results: Tensor) -> None:
         """Update the weights of all pieces in a :class:`Call` from the orthogonalized ``results``.
 
-        ``weights``: the tensor of the call. Both tensors are 1-D.
+        ``weights``: the tensor that holds the pieces. Both tensors are 1-D.
         """
         if self.multi_run_kernels is not None:
             cautious = self.config.cautious_weight_decay
@@ -766,7 +793,8 @@ class PartitionStep:
     def _updates(self, values: StepValues, buffers: BucketBuffers) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield (weights, result of Newton-Schulz, scale of the update) for each piece of a matrix that is updated.
 
-        Weights and result are 1-D. ``buffers``: those of the bucket with these pieces.
+        The pieces are this rank's parts of the matrices in one bucket, to which ``buffers`` belong. Weights and result
+        are 1-D.
         """
         for call in self.calls[buffers.index]:
             tensor = values.tensors[call.tensor]

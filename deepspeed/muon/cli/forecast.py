@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast what a step costs: bytes and floating-point operations of each rank, and Muon's share of a step."""
+"""Forecast what a step costs: bytes and floating-point operations of each rank, and Muon's share of its time."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Estimate:
     """The plan of one optimizer step for all ranks, and its costs.
 
     ``groups``, ``layout``: the arguments of :func:`estimate`. ``parts``: the parameter groups or, at stage 3, their
-    sub-groups, in the order in which ZeRO updates them. ``costs``: those of each part that Muon updates. ``peak``:
-    scratch memory of the rank that needs most. ``planning_seconds``: how long planning took.
+    sub-groups, in the order in which ZeRO updates them. ``costs``: the :class:`StepCost` of each part that Muon
+    updates. ``peak``: scratch memory of the rank that needs most. ``planning_seconds``: how long planning took.
     """
 
     groups: Sequence[GroupSpec]
@@ -83,7 +83,10 @@ def estimate(groups: Sequence[GroupSpec], layout: Layout, config: MuonConfig, me
 
 
 def _largest(costs: Sequence[StepCost], schedule: Schedule, world_size: int, memory: Memory) -> Peak:
-    """Return the scratch memory of the rank that needs most."""
+    """Return the scratch memory of the rank that needs most for a step.
+
+    ``costs``: those of all parts of the step that Muon updates. ``world_size``: number of data-parallel ranks.
+    """
     costs = [cost for cost in costs if cost.demands]
     methods = [cost.part.group.method(schedule, memory.dtype) for cost in costs]
     # If each rank does all the work of a part, `demands` has one list for all ranks.
@@ -104,10 +107,10 @@ def totals(groups: Sequence[GroupSpec], use_muon: bool) -> dict[str, int]:
 
 
 def nccl_bytes(found: Estimate, device_type: str) -> float:
-    """Return about how many bytes NCCL keeps on a rank for the exchange; 0 without all-to-alls or CUDA GPUs.
+    """Return about how many bytes NCCL keeps on a rank for Muon's all-to-alls; 0 without these or without CUDA GPUs.
 
     NVIDIA/nccl#1685: on eight H100s the first all-to-all takes memory from 1.06 to 4.34 GB. Nobody has reported how it
-    grows with ranks in other nodes, so these are not counted.
+    grows with ranks on other nodes, so only ranks on the same node are counted.
     """
     peers = min(found.world_size, RANKS_OF_A_NODE) - 1
     has_all_to_alls = found.layout.stage > 0 and any(cost.collectives for cost in found.costs)
@@ -124,7 +127,10 @@ def device_bytes(found: Estimate, settings: Settings, frozen: int, device_type: 
 
     The result is ``{"muon": {"weights": bytes, "gradients": bytes, ...}, "adamw": ...}``, without activations. Bytes
     are counted as by DeepSpeed's ``estimate_zero2_model_states_mem_needs``, but with the dtypes and buffers of this
-    config and the shards of its ZeRO stage. Offloaded tensors count 0. ``frozen``: elements of frozen parameters.
+    config and the shards of its ZeRO stage. Offloaded tensors count 0.
+
+    ``found``: the result of :func:`estimate`. ``settings``: those of the config. ``frozen``: number of elements in
+    frozen parameters.
     """
     buffers, stage = settings.buffers, found.layout.stage
     itemsize, accumulated = DTYPES[buffers.dtype].itemsize, DTYPES[buffers.accumulated_dtype].itemsize
@@ -199,12 +205,12 @@ def _sums_per_rank(lists: Sequence[Sequence[float]], world_size: int) -> list[fl
 
 
 def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict[str, float]:
-    """Return what Muon costs in a step, in floating-point operations of the busiest rank.
+    """Return what Muon's update costs in a step, in floating-point operations of the busiest rank.
 
     Of a symmetric product, only the part that the kernels compute is counted. Bytes and collectives count as the
     operations that the device could do in the same time, according to
-    :class:`deepspeed.muon.exchange.plan.CostModel`. Exchange and Newton-Schulz are assumed to overlap, except for one
-    bucket's share of the shorter of the two.
+    :class:`deepspeed.muon.exchange.plan.CostModel`. Communication and Newton-Schulz are assumed to overlap, except for
+    1/n of the shorter of the two, where n is the number of buckets in which matrices are exchanged.
 
     Args:
         found: the result of :func:`estimate`.
@@ -225,7 +231,7 @@ def step_operations(found: Estimate, schedule: Schedule, memory: Memory) -> dict
 
 
 def _busiest_rank(cost: StepCost, schedule: Schedule, memory: Memory) -> float:
-    """Return the floating-point operations of Newton-Schulz on the rank that has the most of them."""
+    """Return the floating-point operations of Newton-Schulz for one part of a step, on the rank that has most."""
     method, by_rank = cost.part.group.method(schedule, memory.dtype), [0.0] * cost.part.world_size
     computed = 0.5 if memory.has_native_products else 1.0  # the C++ kernels compute one triangle
     for owner, item in zip(cost.plan.owners, cost.plan.items, strict=True):
@@ -270,7 +276,10 @@ OWNER_STATE_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """One parameter group of the optimizer, of Muon or of AdamW, with the settings that determine its costs."""
+    """One parameter group of the optimizer, of Muon or of AdamW, with the settings that determine its costs.
+
+    ``specs``: its parameters. ``rules``: variants of Muon in use, such as NorMuon. The others are keys of the config.
+    """
 
     use_muon: bool
     specs: tuple[MatrixSpec, ...]
@@ -289,7 +298,7 @@ class GroupSpec:
         return cache(partial(method_of, ns_method=self.ns_method, schedule=schedule, dtype=dtype))
 
     def cost_model(self, schedule: Schedule, dtype: str, wire_bytes: int, device_type: str) -> CostModel:
-        """Return the cost model by which the planner divides the group's matrices among ranks.
+        """Return the costs of the group's matrices, by which these are divided among ranks.
 
         ``schedule``, ``dtype``: coefficients of Newton-Schulz, and dtype of its matrix products. ``wire_bytes``,
         ``device_type``: as for :func:`deepspeed.muon.exchange.plan.cost_model`.
@@ -357,12 +366,15 @@ class StepPart:
 
     @property
     def items(self) -> list[PlacedBlock]:
-        """Return the matrices of this part, in the order in which the planner numbers them."""
+        """Return the matrices of this part, in the order in which a :class:`Plan` numbers them."""
         return [item for shard in self.shards for item in shard.items]
 
 
 def lay_out(groups: Sequence[GroupSpec], layout: Layout) -> list[StepPart]:
-    """Split parameter groups into the parts that ZeRO updates at once, and return the parts in the order of updates."""
+    """Split parameter groups into the parts that ZeRO updates at once, and return the parts in the order of updates.
+
+    ``layout``: ZeRO's stage, the number of ranks, and how ZeRO splits a group over them.
+    """
     split = (_parts_at_stage_0, _parts_at_stages_1_and_2, _parts_at_stages_1_and_2, _parts_at_stage_3)[layout.stage]
     return [part for group in groups for part in split(group, layout)]
 
@@ -394,7 +406,8 @@ def _part(
 ) -> StepPart:
     """Return the :class:`StepPart` of some parameters of a group, which each rank stores in one flat tensor.
 
-    ``indices``: which parameters of the group. ``placements``: where each of them lies. ``numel``: size of the tensor.
+    ``indices``: which parameters of the group. ``placements``: for each of them, which rank stores which elements.
+    ``numel``: size of the flat tensor of one rank.
     """
     pairs = zip(indices, placements, strict=True)
     shards = tuple(Shard(group.specs[index], 0, placement) for index, placement in pairs)
@@ -406,11 +419,11 @@ class StepCost:
     """What Muon's update of one :class:`StepPart` costs per step.
 
     Lists have one number for each of ``part.world_size`` ranks, if not stated otherwise. An owner is a rank that
-    orthogonalizes a matrix. Owners work on one bucket of matrices after the other.
+    orthogonalizes a matrix. A bucket is the matrices that ranks exchange in one collective.
 
     Args:
         plan: the part's plan for all ranks.
-        model: the cost model of the planner.
+        model: the cost model with which the plan was made.
         flops: floating-point operations of Newton-Schulz.
         heaviest: the most floating-point operations that an owner spends on one matrix.
         sent_bytes: bytes that the rank sends, both momentum to owners and results back.
@@ -438,8 +451,8 @@ def step_cost(part: StepPart, cost: CostModel, bucket_bytes: int | None = None, 
     """Plan Muon's update of one part of a step for all ranks, and return its cost.
 
     Args:
-        cost: the model by which matrices are divided among owners.
-        bucket_bytes: the attribute of :class:`deepspeed.muon.config.schema.MuonConfig`.
+        cost: the model by which matrices are divided among ranks.
+        bucket_bytes: the config's ``bucket_bytes``; ``None`` for the default.
         staged: whether shards are in host memory while Newton-Schulz runs on an accelerator.
     """
     plan = plan_partition(part.shards, part.world_size, cost, bucket_bytes)
@@ -482,13 +495,16 @@ class _Traffic(NamedTuple):
 
 
 def _traffic_of_replicas(plan: Plan) -> _Traffic:
-    """Return the traffic if each rank stores all matrices, so that owners send results to all others."""
+    """Return the traffic if each rank stores all matrices, so that owners only send results, to all others."""
     sent = plan.sent_elements  # equal parts, with padding
     return _Traffic([sent] * plan.world_size, sent * plan.world_size)
 
 
 def _traffic(owned: OwnedBlocks, world_size: int) -> _Traffic:
-    """Return the traffic if matrices are sharded, so that ranks send their pieces to owners and get results back."""
+    """Return the traffic if matrices are sharded, so that ranks send their pieces to owners and get results back.
+
+    ``owned``: all (owner, matrix) pairs of one part of the step.
+    """
     sent, least = [0] * world_size, 0
     alike: dict[Spread, tuple[PlacedBlock, list[int]]] = {}
     for owner, item in owned:

@@ -117,7 +117,7 @@ def _lost_comments(path: str) -> list[Decision]:
 
 
 def to_muon(path: str, section: Mapping[str, Any]) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (copy of the ds_config ``section`` with Muon instead of AdamW, the changes).
+    """Return (copy of the ds_config ``section`` with Muon instead of AdamW, the decisions that the user is shown).
 
     ``path``: what error messages call the ds_config. Raise SettingsError if its optimizer is not AdamW.
     """
@@ -138,6 +138,7 @@ def _param(key: str, what: str, why: str) -> Decision:
 
 
 def _rate(schedule: Schedule) -> str:
+    """Return a phrase which says that ``schedule`` sets the learning rate, and not ``lr``."""
     return f"scheduler.params.{schedule.rate_key} = {schedule.rate} sets the rate and overrides lr"
 
 
@@ -145,7 +146,7 @@ def _rate(schedule: Schedule) -> str:
 
 
 def _params_without_optimizer(section: Mapping[str, Any], schedule: Schedule) -> tuple[dict[str, Any], list[Decision]]:
-    """Return (``optimizer.params`` for Muon, the changes) for a ds_config ``section`` without an optimizer.
+    """Return (``optimizer.params`` for Muon, decisions to show) for a ds_config ``section`` without an optimizer.
 
     The values are the defaults of torch's AdamW, and ``lr`` is the schedule's rate if it sets one. If any value in the
     ds_config is ``"auto"``, ``lr`` and ``weight_decay`` are ``"auto"`` instead: Hugging Face's Trainer and accelerate
@@ -175,10 +176,10 @@ def _has_auto(value: Any) -> bool:
 def _params_from_adamw(
     path: str, config: dict[str, Any], optimizer: Any, schedule: Schedule
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """Convert ``optimizer``, AdamW's section of a ds_config; return (``optimizer.params`` for Muon, what changed).
+    """Convert ``optimizer``, AdamW's section of a ds_config; return (``optimizer.params`` for Muon, decisions to show).
 
     This also changes ``config``, the ds_config: ``max_grad_norm`` moves to ``gradient_clipping`` unless that is set.
-    ``path`` and ``schedule``, the file and the ds_config's schedule, only serve messages and reasons. Raise
+    ``path``, the file, and ``schedule``, the ds_config's learning rate schedule, only appear in messages. Raise
     SettingsError if ``optimizer`` is not AdamW, or its ``params`` is not an object.
     """
     name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
@@ -216,7 +217,7 @@ def _params_from_adamw(
 def _wrong_type(path: str, section: Mapping[str, Any], name: Any) -> SettingsError:
     """Return the error to raise for the ds_config ``section``, whose ``optimizer.type`` is ``name`` instead of AdamW.
 
-    Raise the error of another setting instead if the type is Muon and that setting is wrong.
+    If the type is Muon already and another setting is wrong, raise the error about that setting instead.
     """
     if isinstance(name, str) and is_muon(name):
         read_settings(path, dict(section), world_size=1)  # raises if another setting is wrong
@@ -302,7 +303,7 @@ def _named_ds_config(path: str, whole: Mapping[str, Any], fields: Mapping[str, A
 
     A relative name is looked up in the current folder, then in the folder of ``path``, accelerate's own file.
     ``fields``: the section ``deepspeed_config``. Raise SettingsError if the ds_config file does not exist, or if
-    ``fields`` has one of :data:`MOVED`.
+    ``fields`` sets what accelerate allows only in the ds_config (:data:`MOVED`).
     """
     named = accelerates_ds_config_file(whole)
     if not named:
@@ -319,7 +320,7 @@ def _named_ds_config(path: str, whole: Mapping[str, Any], fields: Mapping[str, A
 
 
 def _ds_config_of(path: str, fields: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Return the ds_config, without an optimizer, that accelerate makes of the fields of its ``deepspeed_config``.
+    """Return the ds_config, without an optimizer, that accelerate makes from ``fields``, its ``deepspeed_config``.
 
     ``path``: accelerate's file, for errors. ``precision``: its ``mixed_precision``. Raise SettingsError for a wrong
     value.

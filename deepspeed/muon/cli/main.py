@@ -154,9 +154,9 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _plan_facts(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
-    """Return (object that ``ds_muon plan --json`` prints, rows of the table of parameters).
+    """Return (object that ``ds_muon plan --json`` prints, rows of the table of parameters that it prints otherwise).
 
-    Later versions keep the object's keys.
+    Later versions must keep the object's keys, because users' scripts read them.
     """
     section = find_ds_config(args.config, parse_file(args.config))
     settings = read_settings(args.config, section, args.world_size, args.stage)
@@ -230,7 +230,8 @@ def _operations_per_token(model: torch.nn.Module, active: int | None) -> float:
 def _memory(rows: dict[str, dict[str, float]], gigabytes: float | None) -> dict[str, Any]:
     """Return the object ``memory`` of ``ds_muon plan --json``: bytes on the device of the rank that needs most.
 
-    ``rows``: result of :func:`device_bytes`. ``gigabytes``: the flag ``--memory``.
+    ``rows``: result of :func:`device_bytes`. ``gigabytes``: the flag ``--memory``, the memory of a device in units of
+    10^9 bytes; ``None`` if unknown.
     """
     limit = None if gigabytes is None else gigabytes * 1e9
     (needed, backward), (adamw, _) = needed_bytes(rows["muon"]), needed_bytes(rows["adamw"])

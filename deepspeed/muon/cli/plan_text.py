@@ -17,8 +17,9 @@ def rows_of(
 ) -> list[Row]:
     """Return the rows of the table that ``ds_muon plan`` prints: what Muon or AdamW does with each parameter.
 
-    ``costs``: ``Estimate.costs``, whose plans have the owners. ``schedule``, ``dtype``: coefficients and dtype of
-    Newton-Schulz. ``fold``: whether to merge rows of parameters that differ only in layer number and owners.
+    ``costs``: ``Estimate.costs``, whose plans have the owner of each matrix, the rank that orthogonalizes it.
+    ``schedule``, ``dtype``: coefficients and dtype of Newton-Schulz. ``fold``: whether to merge rows of parameters that
+    differ only in layer number and owners.
     """
     owners = {name: ranks for cost in costs for name, ranks in cost.plan.owners_of_parameters.items()}
     is_on_each = any(cost.part.world_size < world_size for cost in costs)

@@ -36,7 +36,8 @@ TRIAL = ("ZeRO", "trains", "error", "step ms")
 def environment() -> dict[str, Any]:
     """Return what ``ds_muon report`` shows about this machine and its software.
 
-    The keys are those of ``ds_muon report --json``: facts, ``problems`` (sentences), and ``ok`` if there are none.
+    The keys are those of ``ds_muon report --json``: facts, ``problems`` (a list of sentences), and ``ok`` (whether that
+    list is empty).
     """
     versions = _versions()
     tested = dict(zip(("oldest", "newest"), TESTED_DEEPSPEED, strict=True))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the user's own command once per optimizer and rate, and say which to take: ``ds_muon try``.
+"""Run the user's own command once per optimizer and learning rate, and say which is best: ``ds_muon try``.
 
-``zero/tried_run.py`` acts inside the runs, and ``verdict.py`` compares their records.
+Inside a run, ``zero/tried_run.py`` sets optimizer and rate and records the losses. ``verdict.py`` compares the records.
 """
 
 from __future__ import annotations
@@ -153,8 +153,9 @@ def multiplied(config: Mapping[str, Any], factor: float) -> dict[str, Any]:
 class Trial:
     """The runs of one ``ds_muon try``, and the folder ``out`` with their files. A context manager.
 
-    On exit it ends the current run if necessary. ``command``: the user's. ``steps``: optimizer steps of each run. Raise
-    SettingsError if the folder has runs of another command, or if another process uses it.
+    Its exit ends the processes of a run that has not finished. ``command``: the user's training command. ``steps``:
+    optimizer steps of each run. Raise SettingsError if the folder has runs of another command, or if another process
+    uses it.
 
     For each variant the folder has ``NAME.json`` (what the run reads), ``NAME.jsonl`` (what it records) and
     ``NAME.log`` (its output), where NAME is :attr:`Variant.stem`. ``try.json`` has the command and ``steps``, and
@@ -189,7 +190,8 @@ class Trial:
     def plan(self, *variants: Variant) -> None:
         """Add variants to the table of runs, in state ``"waiting"``.
 
-        A variant whose run ended in an earlier ``ds_muon try`` in this folder gets that run, and does not run again.
+        If a variant's run is done or has diverged in an earlier ``ds_muon try`` in this folder, add that run instead;
+        it does not run again.
         """
         for variant in variants:
             run = read_run(variant, self.out / f"{variant.stem}.jsonl")
@@ -235,7 +237,11 @@ class Trial:
         return run
 
     def _wait(self, variant: Variant, process: subprocess.Popen, records: Path) -> None:
-        """Show a run's progress until ``process`` ends; end it :data:`GRACE` s after the record of the run's end."""
+        """Show a run's progress until ``process`` ends.
+
+        If the process still runs :data:`GRACE` seconds after ``records``, the file of the run, says that the run has
+        ended, end the process.
+        """
         ended_at = None
         while process.poll() is None:
             run = self._runs[variant] = read_run(variant, records)
@@ -272,7 +278,7 @@ class Trial:
         return True
 
     def _left(self) -> str:
-        """Return a text: how many runs are still planned, and about how long they and the current run will take."""
+        """Return a text on how many runs are still planned, and how long they and the current run will take."""
         waiting = sum(run.state == "waiting" for run in self.runs)
         running = next((run for run in self.runs if run.state == "running"), None)
         spent = time.monotonic() - self._began if running else 0.0
@@ -301,7 +307,10 @@ class Trial:
         signal.signal(signal.SIGTERM, self._handler)
 
     def _end_leftovers(self) -> None:
-        """End the run that a killed ``ds_muon try`` has left; raise SettingsError if another one uses the folder."""
+        """End the run that a killed ``ds_muon try`` has left running in this folder, if any.
+
+        Raise SettingsError if another ``ds_muon try`` is using the folder.
+        """
         file = self.out / "running.json"
         owner, run = json.loads(file.read_text()) if file.exists() else (None, None)
         if owner and _lives(*owner):
@@ -312,6 +321,7 @@ class Trial:
         self._note(None)
 
     def _note(self, pid: int | None) -> None:
+        """Write ``running.json``: the ids of this process and of the current run, ``pid`` (``None`` without one)."""
         (self.out / "running.json").write_text(json.dumps([_birth(os.getpid()), _birth(pid) if pid else None]))
 
 

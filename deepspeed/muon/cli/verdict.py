@@ -28,8 +28,8 @@ COLORS = {"AdamW": "Greys", "Muon": "YlOrRd"}
 class Variant(NamedTuple):
     """What distinguishes a run of ``ds_muon try`` from the others.
 
-    ``optimizer``: ``"AdamW"`` or ``"Muon"``. ``factor``: multiplies the learning rate of the user's AdamW. ``seed``: 0,
-    or the number of a repeat with another seed.
+    ``optimizer``: ``"AdamW"`` or ``"Muon"``. ``factor``: the run's learning rate as a multiple of that of the user's
+    AdamW. ``seed``: 0, or the number of a repeat with another seed.
     """
 
     optimizer: str
@@ -49,10 +49,10 @@ class Variant(NamedTuple):
 class Run:
     """What the run of a variant has recorded so far.
 
-    ``steps``: the record of each step, with ``loss``, ``seconds`` (a clock's time at its end), ``lr`` and ``peak``
-    (bytes of memory). ``state``: ``"waiting"``, ``"running"``, ``"done"``, ``"diverged"`` or ``"failed"``. ``note``:
-    why it has failed. ``config``: the ds_config as DeepSpeed has read it. ``built_by_script``: whether the script has
-    built the optimizer; its type and settings are then added to ``config``.
+    ``steps``: the record of each step, with ``loss``, ``seconds`` (a clock's time at the end of the step), ``lr`` and
+    ``peak`` (bytes of memory). ``state``: ``"waiting"``, ``"running"``, ``"done"``, ``"diverged"`` or ``"failed"``.
+    ``note``: why the run has failed. ``config``: the ds_config as DeepSpeed has read it. ``built_by_script``: whether
+    the script has built the optimizer; its type and settings are then added to ``config``.
     """
 
     variant: Variant
@@ -72,7 +72,7 @@ class Run:
         return [fmean(raw[max(0, end - size) : end]) for end in range(1, len(raw) + 1)]
 
     def loss(self, steps: int) -> float:
-        """Return the loss after ``steps`` steps, the last of :meth:`losses`; infinite unless the run is done."""
+        """Return the running mean of the loss after ``steps`` steps, as :meth:`losses`; infinite unless "done"."""
         return self.losses(steps)[-1] if self.state == "done" and steps else math.inf
 
     @property
@@ -82,7 +82,10 @@ class Run:
         return median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else math.nan
 
     def seconds(self) -> list[float]:
-        """Return the seconds from the start to the end of each step, as if the first step had taken the median time."""
+        """Return, for each step, the seconds from the start of the run to the end of the step.
+
+        The first step counts as if it had taken the median time, because its start is not recorded.
+        """
         return [step["seconds"] - self.steps[0]["seconds"] + self.step_seconds for step in self.steps]
 
 
@@ -128,9 +131,10 @@ def best(runs: Sequence[Run], optimizer: str) -> Run | None:
 
 
 def between(runs: Sequence[Run]) -> float | None:
-    """Return one more factor to try for Muon: the geometric mean of the best one and the better of its neighbors.
+    """Return one more learning rate to try for Muon, as a multiple of AdamW's (``Variant.factor``).
 
-    Return ``None`` if no run of Muon is done, or none with a neighboring factor.
+    It is the geometric mean of the best factor tried and the better of the two next to it. Return ``None`` if no run of
+    Muon is done, or if the runs with the factors next to the best are not done.
     """
     muon = sorted((run for run in runs if run.variant.optimizer == "Muon"), key=lambda run: run.variant.factor)
     top = best(runs, "Muon")
@@ -145,15 +149,15 @@ def between(runs: Sequence[Run]) -> float | None:
 
 
 def pace(runs: Sequence[Run], optimizer: str) -> float:
-    """Return the median seconds of a step over all runs of ``optimizer``: a learning rate does not change its work."""
+    """Return the median seconds of a step over all runs of ``optimizer``, which do equal work at all learning rates."""
     return median(run.step_seconds for run in runs if run.variant.optimizer == optimizer and len(run.steps) > 1)
 
 
 class Difference(NamedTuple):
     """The final loss of the best Muon run minus that of the best AdamW run.
 
-    ``mean``: the mean difference. ``noise``: half of its 95 % interval. ``source``: a text that says over what both
-    were computed, such as ``"mean of 3 seeds"``.
+    ``mean``: the mean difference. ``noise``: half the width of its 95 % confidence interval. ``source``: a text that
+    says over what both were computed, such as ``"mean of 3 seeds"``.
     """
 
     mean: float
@@ -162,9 +166,10 @@ class Difference(NamedTuple):
 
 
 def difference(runs: Sequence[Run]) -> Difference | None:
-    """Compare the best Muon run with the best AdamW run: over seeds if repeats differ in loss, otherwise over steps.
+    """Return the difference in loss between the best Muon run and the best AdamW run, with its uncertainty.
 
-    Return ``None`` if one of them has no run that is done.
+    Both are computed over seeds, if there are repeats and they differ in loss, otherwise over the last steps. Return
+    ``None`` if no run of Muon or none of AdamW is done.
     """
     muon, adamw, steps = best(runs, "Muon"), best(runs, "AdamW"), length(runs)
     if muon is None or adamw is None:
@@ -189,6 +194,7 @@ def difference(runs: Sequence[Run]) -> Difference | None:
 
 
 def _interval(values: Sequence[float]) -> float:
+    """Return half the width of the 95 % confidence interval of the mean of ``values``; infinite for fewer than two."""
     if len(values) < 2:
         return math.inf
     return STUDENT.get(len(values), 2.2) * stdev(values) / math.sqrt(len(values))
@@ -208,7 +214,7 @@ def is_close(runs: Sequence[Run]) -> bool:
 def verdict(runs: Sequence[Run], base: float | None) -> str:
     """Return a text that compares the final losses of the best Muon run and the best AdamW run, and their times.
 
-    ``base``: AdamW's rate in the config; ``None`` if it is not one number.
+    ``base``: AdamW's learning rate in the config; ``None`` if it is not one number.
     """
     muon, adamw, found, steps = best(runs, "Muon"), best(runs, "AdamW"), difference(runs), length(runs)
     if muon is None:

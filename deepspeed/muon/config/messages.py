@@ -72,7 +72,7 @@ def expected(item: Mapping[str, Any], value: Any, allowed_values: str = "") -> s
 
 
 def own_words(item: Mapping[str, Any]) -> str:
-    """Return the message in ``item``, an entry of ``pydantic.ValidationError.errors()``, without "Value error, "."""
+    """Return the message in ``item``, an entry of ``pydantic.ValidationError.errors()``, without pydantic's prefix."""
     return str(item["msg"]).removeprefix("Value error, ")
 
 

@@ -31,7 +31,10 @@ DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32
 
 
 def _as_number(value: Any) -> Any:
-    """Return a string such as "1e-5" as a number, and a number unchanged; refuse bools and other strings."""
+    """Return a string such as "1e-5" as a number, and a number unchanged.
+
+    Raise ValueError for a bool. For other strings return :data:`_REFUSED`, for which pydantic raises an error.
+    """
     if isinstance(value, bool):
         raise ValueError("expected a number, not true or false")
     if not isinstance(value, (str, bytes, bytearray)):
@@ -47,12 +50,18 @@ _REFUSED = object()
 
 
 def _as_sequence(value: Any) -> Any:
-    """Return a list or tuple unchanged; refuse other types that pydantic accepts, such as sets, which have no order."""
+    """Return a list or tuple unchanged, and for anything else :data:`_REFUSED`, for which pydantic raises an error.
+
+    Pydantic alone would accept other types, such as sets, which have no order.
+    """
     return value if isinstance(value, (list, tuple)) else _REFUSED
 
 
 def _as_flag(value: Any) -> Any:
-    """Return a bool unchanged; refuse other values that pydantic accepts, such as 0, 1, "yes" and "off"."""
+    """Return a bool unchanged, and for anything else :data:`_REFUSED`, for which pydantic raises an error.
+
+    Pydantic alone would accept other values, such as 0, 1, "yes" and "off".
+    """
     return value if isinstance(value, bool) else _REFUSED
 
 
@@ -94,7 +103,10 @@ def _compiles(pattern: str) -> str:
 
 
 def _as_cut(value: Any) -> Cut:
-    """Return the :class:`Cut` for a value of ``muon_split``: "whole", a list of sizes, or {sizes, axis, groups}."""
+    """Return the :class:`Cut` for a value of ``muon_split``: "whole", a list of sizes, or {sizes, axis, groups}.
+
+    Raise ValueError for other values.
+    """
     if isinstance(value, Cut):
         return value
     if value == "whole":
@@ -176,7 +188,10 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def is_harmless(key: str, value: Any) -> bool:
-    """Return whether ``key: value`` is a setting of AdamW that changes no result and is therefore accepted."""
+    """Return whether ``key: value``, such as ``foreach: true``, is a setting of torch's AdamW that changes no result.
+
+    Such settings are accepted and ignored.
+    """
     return any(value is harmless for harmless in HARMLESS.get(key, ()))
 
 
@@ -248,9 +263,9 @@ def filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming_preset_keys(preset: str, keys: Collection[str]) -> Iterator[None]:
-    """Append to the message of a MuonConfigError from the ``with`` block which of the keys in it the preset has set.
+    """Extend the message of a MuonConfigError raised in the ``with`` block: name the keys in it that a preset has set.
 
-    ``preset``: the preset's name. ``keys``: all keys that the preset has set.
+    This helps users who never wrote these keys. ``preset``: the preset's name. ``keys``: all keys that it has set.
     """
     try:
         yield
@@ -424,13 +439,19 @@ class MuonConfig(BaseModel):
 
     @property
     def beyond_muon(self) -> list[str]:
-        """Return texts for the log, one for each option in use that plain Muon does not have, except QK-clip."""
+        """Return up to three texts for the log, on what is in use and plain Muon lacks; QK-clip is not included.
+
+        They name the update rules, the schedules, and cautious weight decay.
+        """
         decay = "cautious weight decay" if self.cautious_weight_decay else ""
         return [text for text in (", ".join(map(str, self.rules)), str(self.schedules), decay) if text]
 
     @property
     def scale(self) -> str:
-        """Return how the update is scaled by the matrix's shape: ``adjust_lr_fn`` with ``auto`` resolved."""
+        """Return how updates are scaled by the matrix's shape: ``adjust_lr_fn``, with ``auto`` resolved.
+
+        For example, ``match_rms_adamw``.
+        """
         return self._resolve_scale()[0]
 
     @property
@@ -497,7 +518,7 @@ class MuonConfig(BaseModel):
         return parse(overrides, where, inherited)
 
     def muon_group(self) -> dict[str, Any]:
-        """Return the settings to store in a parameter group that Muon updates."""
+        """Return the settings, such as ``lr`` and ``momentum``, to store in a parameter group that Muon updates."""
         return {
             "lr": _first(self.muon_lr, self.lr, DEFAULT_MUON_LR),
             "momentum": self.momentum,
@@ -508,7 +529,7 @@ class MuonConfig(BaseModel):
         }
 
     def adam_group(self) -> dict[str, Any]:
-        """Return the settings to store in a parameter group that AdamW updates."""
+        """Return the settings, such as ``lr`` and ``betas``, to store in a parameter group that AdamW updates."""
         return {
             "lr": _first(self.adam_lr, self.lr, DEFAULT_ADAM_LR),
             "betas": self.betas,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that ranks send each other in a step: collectives, process groups, and what happens if one fails.
+"""The communication of an optimizer step: who sends what to whom, the collectives, and their process groups.
+
+One rank, the owner of a matrix, receives the whole matrix, orthogonalizes it, and sends back to each rank its part of
+the result. Ranks exchange several matrices in one collective; together these are a bucket.
 
 Names for parts of tensors, here and in ``layout``, ``math.momentum_storage`` and ``kernels.kernel_set``:
 

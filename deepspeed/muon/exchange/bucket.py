@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket, the matrices that travel together, as one rank sees it.
+"""A bucket, the matrices that ranks exchange in one collective, as one rank sees it.
 
-It consists of the pieces of matrices that the rank's shard holds (runs), the matrices that the rank owns, and copies.
+It lists the pieces of these matrices in the rank's ZeRO shard (:class:`ShardRun`, in names "run"), the matrices that
+the rank owns, which means that it orthogonalizes them (:class:`Batch`), and the copies that put received pieces into
+their matrices (:class:`GridCopy`).
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ Part = TypeVar("Part")
 
 
 class Span(NamedTuple):
-    """Adjacent elements, by their places in two flat tensors: one operation updates or copies them all.
+    """``numel`` adjacent elements that have places in two flat tensors; one operation updates or copies them all.
 
-    ``start``: index of the first element in a tensor of this rank's shard or, in :attr:`Bucket.staged_spans`, in a
-    buffer of the accelerator. ``at``: its index in a buffer of the :class:`Bucket`. ``numel``: number of elements.
+    In the first tensor, one of this rank's shard, they begin at index ``start``. In the second, a buffer of the
+    :class:`Bucket`, they begin at index ``at``. In :attr:`Bucket.staged_spans` the first tensor is a buffer on the
+    accelerator, and the second is host memory.
     """
 
     start: int
@@ -45,8 +48,9 @@ class GridCopy(NamedTuple):
     ``pitch`` elements apart, from index ``start``. Example: ``GridCopy(at=6, start=100, rows=2, cols=3, pitch=8)``
     pairs the packed elements 6 to 8 with 100 to 102 of the grid, and 9 to 11 with 108 to 110.
 
-    In :attr:`ShardRun.copy` the grid is this rank's tensor, and the packed tensor is a buffer of the bucket. In
-    :attr:`Bucket.received` the grid is the bucket's matrices, and the packed tensor is the receive buffer.
+    In :attr:`ShardRun.copy` the grid is a tensor of this rank's shard, and the packed tensor is a buffer of the
+    :class:`Bucket`. In :attr:`Bucket.received` the grid is the flat tensor of the matrices that this rank
+    orthogonalizes, and the packed tensor is the receive buffer.
 
     If ``times`` > 1, more such copies follow: copy i, counted from 0, has the first indices ``at + i * at_step`` and
     ``start + i * start_step``.
@@ -70,17 +74,18 @@ class GridCopy(NamedTuple):
 class ShardRun(NamedTuple):
     """A part of one matrix that this rank's shard holds: consecutive elements, or equally spaced rows.
 
-    "Buffer" is the send buffer of a :class:`Bucket` or, if ``in_place``, the bucket's matrices.
-
     Args:
         parameter: name of the parameter that contains the matrix.
         matrix: name of the matrix.
         tensor: index of the tensor that contains the elements, among those that one call of ``step`` updates.
-        copy: the copy from that tensor to the buffer.
-        in_place: whether the elements skip the send buffer. At ZeRO stage 0 all do. At other stages only elements of a
-            matrix that this rank owns can, if they are contiguous in it.
-        shape: (rows, columns) of the matrix.
-        draws: (name of a sequence of random numbers for stochastic rounding, index of the run's first number in it).
+        copy: where the elements are in that tensor, and where in the send buffer of the :class:`Bucket` or, if
+            ``in_place``, in the bucket's matrices.
+        in_place: whether the elements are written directly into the bucket's matrices, and not into the send buffer.
+            At ZeRO stage 0 all are. At other stages only elements of a matrix that this rank orthogonalizes can be, if
+            they are contiguous in it.
+        shape: (rows, columns) of the whole matrix.
+        draws: the random numbers for stochastic rounding: (name from which their key is computed, number of the first
+            element in the sequence of this key).
     """
 
     parameter: str
@@ -120,11 +125,14 @@ class Batch:
 class Bucket:
     """The matrices that all ranks exchange at the same time, as one rank sees them. All counts are in elements.
 
-    ``runs``: the parts of these matrices in this rank's shard. ``batches``: the matrices that this rank owns. "The
-    bucket's matrices" are one flat tensor that contains the ``batches``.
+    ``runs``: the parts of these matrices in this rank's shard. ``batches``: the matrices that this rank owns, which
+    means that it orthogonalizes them. In a step the bucket has three flat buffers on this rank: the send buffer, with
+    the runs to send to owners; the receive buffer, with what arrives from other ranks; and "the bucket's matrices",
+    with the ``batches``.
 
     At ZeRO stage 0 every rank holds all matrices whole, so nothing is sent to the owners. The bucket's matrices are
-    then those of all owners, in equal parts that may end in padding, and the results are gathered part by part.
+    then those of all owners, in one part for each owner. Parts are equal in size, may end in padding, and get their
+    results by an all-gather.
     """
 
     runs: tuple[ShardRun, ...]
@@ -146,10 +154,10 @@ class Bucket:
 
     @cached_property
     def direct_receive_start(self) -> int | None:
-        """Return the index in the bucket's matrices from which on the all-to-all can write all that this rank receives.
+        """Return the start of the slice of the bucket's matrices into which the all-to-all can write what it receives.
 
-        ``None`` if the bucket needs a receive buffer, because the received elements are in another order than in the
-        matrices, or are not contiguous there.
+        Return ``None`` if the bucket needs a receive buffer, because the received elements are in another order than in
+        the matrices, or are not contiguous there.
         """
         first = self.received[0].start if self.received else 0
         is_direct = all(
@@ -165,7 +173,7 @@ class Bucket:
 
     @cached_property
     def host_places(self) -> tuple[int, ...]:
-        """Return, for each :class:`ShardRun` of the bucket, the index where it begins in the bucket's host memory."""
+        """Return, for each of ``runs``, the index of its first element in the bucket's host memory (CPU offload)."""
         # Runs in place come first, then the others in the order of the send buffer.
         places, end = [], 0
         in_place = sum(run.copy.numel for run in self.runs if run.in_place)
@@ -176,10 +184,10 @@ class Bucket:
 
     @cached_property
     def staged_spans(self) -> dict[bool, list[Span]]:
-        """Return {in_place: the copies between the accelerator and the bucket's host memory}, under CPU offload.
+        """Return what CPU offload copies between the bucket's buffers on the accelerator and its host memory.
 
-        ``Span.start`` is an index in the bucket's matrices for runs that are ``in_place``, otherwise in its send
-        buffer. ``Span.at`` is an index in the host memory.
+        The spans under the key True are those of the bucket's matrices, for runs that are ``in_place``. Those under
+        False are of the send buffer. ``Span.start`` is an index in that buffer, ``Span.at`` in the host memory.
         """
         spans: dict[bool, list[Span]] = {True: [], False: []}
         for host, run in sorted(zip(self.host_places, self.runs, strict=True), key=itemgetter(0)):
@@ -215,12 +223,12 @@ class Bucket:
 
     @cached_property
     def host_elements(self) -> int:
-        """Return the number of elements of the bucket's host memory under CPU offload."""
+        """Return how many elements the bucket has in host memory under CPU offload: those of all ``runs``."""
         return sum(run.copy.numel for run in self.runs)
 
     @cached_property
     def buffer_sizes(self) -> tuple[int, int, int]:
-        """Return the elements of the bucket's three buffers on this rank: (matrices, send buffer, receive buffer)."""
+        """Return the sizes of the bucket's three buffers, in elements: (matrices, send buffer, receive buffer)."""
         received = sum(self.receive_counts) if self.direct_receive_start is None else 0
         return self.matrix_elements, sum(self.send_counts), received
 
@@ -229,9 +237,10 @@ class Bucket:
 
 
 def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
-    """Return one bucket as ``rank`` sees it, unless several ranks hold every matrix whole (:func:`replicated_bucket`).
+    """Return one bucket as ``rank`` sees it, for matrices that ranks hold in parts.
 
-    ``items``: all (owner, matrix) pairs of the bucket, whoever the owner is.
+    If several ranks hold every matrix whole, call :func:`replicated_bucket` instead. ``items``: all (owner, matrix)
+    pairs of the bucket, sorted by owner and then by :func:`batch_key`. ``world_size``: number of ranks that share them.
     """
     own_items = [item for owner, item in items if owner == rank]
     sends_own = len(own_items) == 1 and sends_own_part(own_items[0], rank)
@@ -273,7 +282,7 @@ def bucket_of(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 def replicated_bucket(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
     """Return one bucket as ``rank`` sees it, if every rank holds every matrix whole (ZeRO stage 0).
 
-    ``items``: all (owner, matrix) pairs of the bucket, sorted by owner.
+    ``items``: all (owner, matrix) pairs of the bucket, sorted by owner and then by :func:`batch_key`.
     """
     by_owner: list[list[PlacedBlock]] = [[] for _ in range(world_size)]
     for owner, item in items:
@@ -300,7 +309,7 @@ def replicated_bucket(items: OwnedBlocks, rank: int, world_size: int) -> Bucket:
 def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
     """Return the :class:`ShardRun` for ``piece``, a piece of the matrix ``item`` in this rank's shard.
 
-    ``at``: index of its first element in the bucket's send buffer or, if ``in_place``, in the bucket's matrices.
+    ``at``: index of the piece's first element in the send buffer or, if ``in_place``, in the bucket's matrices.
     """
     shard, name = item.shard, item.name
     # In the shard, as in the parameter, rows are ``stride`` apart. ``piece.pitch`` is their distance in the matrix.
@@ -318,12 +327,13 @@ def _run(item: PlacedBlock, piece: Piece, at: int, in_place: bool) -> ShardRun:
 
 
 def sends_own_part(item: PlacedBlock, rank: int) -> bool:
-    """Return whether ``rank`` also sends its own part of a matrix to itself, so that it needs no receive buffer.
+    """Return whether ``rank`` should send its own part of a matrix to itself too, because that saves memory.
 
-    ``item``: the matrix. It must be the only one that ``rank`` owns in the bucket.
+    All parts then arrive in the order of the matrix, so that ``rank`` needs no receive buffer. ``item``: the matrix. It
+    must be the only one in the bucket that ``rank`` orthogonalizes.
     """
-    # All parts then arrive in the order of the matrix, so that no receive buffer is needed. That saves memory if the
-    # own part, which takes room in the send buffer, is less than half of the matrix, and neither first nor last in it.
+    # That saves memory if the own part, which takes room in the send buffer, is less than half of the matrix, and
+    # neither first nor last in it.
     at, is_between = 0, False
     for source in item.spread.holders:
         first = at
@@ -359,7 +369,10 @@ def _unpacking(incoming: Sequence[Iterable[tuple[int, Piece]]]) -> Iterator[Grid
 
 
 def _merged(in_order: Iterable[Part], merge: Callable[[Part, Part], Part | None]) -> list[Part]:
-    """Return ``in_order`` with neighbours merged; ``merge`` returns ``None`` for two that it cannot merge."""
+    """Return ``in_order`` as a list in which neighbours are merged.
+
+    ``merge``: returns one item for two neighbours, or ``None`` if they cannot be merged.
+    """
     merged: list[Part] = []
     for part in in_order:
         both = merge(merged[-1], part) if merged else None
@@ -368,6 +381,7 @@ def _merged(in_order: Iterable[Part], merge: Callable[[Part, Part], Part | None]
 
 
 def _one_span(span: Span, next_span: Span, limit: float = math.inf) -> Span | None:
+    """Return one span for two that are adjacent in both tensors; ``None`` for others, or above ``limit`` elements."""
     # Matrices of one shape are in the order of the model, so runs that are neighbours in the shard often are here, too.
     is_next = (span.start + span.numel, span.at + span.numel) == (next_span.start, next_span.at)
     numel = span.numel + next_span.numel
@@ -375,7 +389,7 @@ def _one_span(span: Span, next_span: Span, limit: float = math.inf) -> Span | No
 
 
 def _adjacent(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
-    """Return one copy for two copies of single rows that are adjacent in both tensors; ``None`` for other copies."""
+    """Return one :class:`GridCopy` for two of single rows that are adjacent in both tensors; ``None`` for others."""
     are_rows = copy.rows == next_copy.rows == copy.times == 1
     if are_rows and (next_copy.at, next_copy.start) == (copy.at + copy.cols, copy.start + copy.cols):
         cols = copy.cols + next_copy.cols
@@ -384,9 +398,9 @@ def _adjacent(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
 
 
 def _joined(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
-    """Return one :class:`GridCopy` that copies what ``copy`` and ``next_copy`` copy; ``None`` if impossible.
+    """Return one :class:`GridCopy` that does both copies, as a single grid of rows; ``None`` if impossible.
 
-    ``next_copy`` must follow ``copy`` in the receive buffer.
+    ``next_copy`` must begin where ``copy`` ends in the packed tensor.
     """
     pitch = copy.pitch if copy.rows > 1 else next_copy.start - copy.start
     follows = next_copy.start == copy.start + copy.rows * pitch and pitch > copy.cols == next_copy.cols
@@ -396,7 +410,10 @@ def _joined(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
 
 
 def _repeated(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
-    """Return one copy for both: ``copy`` with one more repetition, or with a longer row; ``None`` if impossible."""
+    """Return one :class:`GridCopy` that does both copies: ``copy`` with ``times`` + 1, or with a longer row.
+
+    Return ``None`` if that is impossible.
+    """
     to_at, to_start = next_copy.at - copy.at, next_copy.start - copy.start  # distances to the first repetition
     steps = (copy.at_step, copy.start_step) if copy.times > 1 else (to_at, to_start)
     alike = (copy.rows, copy.cols, copy.pitch) == (next_copy.rows, next_copy.cols, next_copy.pitch)
@@ -407,10 +424,10 @@ def _repeated(copy: GridCopy, next_copy: GridCopy) -> GridCopy | None:
 
 
 def batches_of(items: Iterable[PlacedBlock], start: int = 0) -> Iterator[Batch]:
-    """Yield the batches of one owner in a bucket.
+    """Yield a :class:`Batch` for each shape among the matrices that one rank orthogonalizes in a bucket.
 
-    ``items``: the owner's matrices in the bucket, sorted by :func:`batch_key`. ``start``: index of the first element of
-    the first one in the bucket's matrices.
+    ``items``: these matrices, sorted by :func:`batch_key`. ``start``: where the first of them begins in the flat tensor
+    that holds the bucket's matrices.
     """
     for _, group in groupby(items, key=batch_key):
         alike = list(group)
@@ -421,5 +438,5 @@ def batches_of(items: Iterable[PlacedBlock], start: int = 0) -> Iterator[Batch]:
 
 
 def batch_key(item: PlacedBlock) -> tuple[int, ...]:
-    """Return the key that sorts matrices, the largest first. Matrices with equal keys form a batch."""
+    """Return a key that sorts matrices, the largest first. Matrices with equal keys form a :class:`Batch`."""
     return -item.block.numel, item.block.rows, item.axis

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One answer of all ranks: process groups, small collectives, and comparisons of facts between ranks.
+"""Process groups, small collectives, and comparisons between ranks, so that all ranks decide alike.
 
-All ranks of the world make the package's process groups together, in one order, before any step. If DeepSpeed has bound
-a process to its device, NCCL makes a group by splitting the world's communicator, which all ranks of the world must do.
+All ranks of the world make the package's process groups together, in the same order, before any step. If DeepSpeed has
+bound a process to its device, NCCL makes a group by splitting the world's communicator, which all ranks must do.
 
 Collectives are called through torch, not through DeepSpeed: with ``comms_logger``, DeepSpeed's wrapper ends the process
 at an operation that it cannot log, such as ``all_gather_object``.
@@ -74,7 +74,7 @@ def summed(values: Tensor) -> Tensor:
 
 
 def same_on_all_ranks(has_passed: bool) -> Agreed:
-    """Return ``has_passed`` as the answer of all ranks, without communication.
+    """Return ``has_passed`` as an ``Agreed``, the type of answers that are equal on all ranks, without communication.
 
     Call this only if all ranks have checked the same numbers, such as a norm that ZeRO has reduced.
     """
@@ -215,9 +215,10 @@ def _agree_through_store(local_facts: Callable[[], Facts], reduce: Reduce) -> Fa
 
 
 def _reduce_on_rank_0(store: torch.distributed.Store, ranks: Sequence[int], seconds: float, reduce: Reduce) -> Facts:
-    """Wait on rank 0 for the facts of all ranks, and return ``reduce(all facts)``; ``{"error": text}`` if that fails.
+    """Wait for the facts of all ranks, and return ``reduce(all facts)``; ``{"error": text}`` if that fails.
 
-    ``seconds``: time for each rank to announce that it takes part. Its facts may come later.
+    Only rank 0 calls this. ``seconds``: time within which each rank must announce that it takes part; its facts may
+    come later.
     """
     if silent := _unset_keys(store, [f"here/{rank}" for rank in ranks], seconds):
         return {"error": _silence(silent)}
@@ -243,7 +244,7 @@ def _reduce_on_rank_0(store: torch.distributed.Store, ranks: Sequence[int], seco
 
 
 def _unset_keys(store: torch.distributed.Store, keys: list[str], seconds: float) -> list[int]:
-    """Return the indices in ``keys`` of the keys that no rank sets in the store within ``seconds``."""
+    """Wait until ranks have set ``keys`` in the store. Return the indices of those not set within ``seconds``."""
     deadline = time.monotonic() + seconds
     missing = []
     for index, key in enumerate(keys):
@@ -255,6 +256,7 @@ def _unset_keys(store: torch.distributed.Store, keys: list[str], seconds: float)
 
 
 def _silence(ranks: list[int]) -> str:
+    """Return the text of the error about ranks that did not announce themselves in :func:`agree`."""
     return (
         f"ranks {ranks} did not answer: they probably run another optimizer, such as stock DeepSpeed's Muon. Install "
         "the same deepspeed-muon on every node and unset DS_MUON_AUTOLOAD=0, or raise DS_MUON_BIND_TIMEOUT (seconds) "
@@ -264,6 +266,8 @@ def _silence(ranks: list[int]) -> str:
 
 def differences(of_ranks: list[Facts], messages: dict[str, str], within: str = "") -> Facts:
     """Compare facts between ranks. Return ``{"error": text}`` about the first fact that differs; ``{}`` if none does.
+
+    The result is what a function ``reduce`` of :func:`agree` returns.
 
     Args:
         of_ranks: the facts of each rank, in the order of ranks.

@@ -33,11 +33,13 @@ class BatchSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """The sizes that decide how much scratch memory one rank needs for a bucket, the matrices that travel together.
+    """The sizes that decide how much scratch memory one rank needs for a bucket.
+
+    A bucket is the matrices that ranks exchange in one collective.
 
     Args:
-        buffers: elements of the rank's matrices, send buffer and receive buffer together; see
-            :class:`~deepspeed.muon.exchange.bucket.Bucket`.
+        buffers: elements of the bucket's three buffers on this rank together: the matrices that it orthogonalizes, the
+            send buffer and the receive buffer.
         longest_run: elements of the largest part of a matrix in the rank's shard.
         longest_grid: elements of the largest such part that is not contiguous in the shard; 0 if there is none.
         batches: the sizes of the batches of matrices that the rank orthogonalizes.
@@ -51,7 +53,7 @@ class Demand(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The settings that decide how many bytes a :class:`Demand` takes.
+    """The dtypes and devices that decide how many bytes of scratch memory a :class:`Demand` takes.
 
     Args:
         wire: dtype of what the ranks exchange, ``bf16`` or ``fp32``.
@@ -74,14 +76,18 @@ class Memory:
 
     @property
     def has_native_products(self) -> bool:
-        """Return whether the C++ kernels compute matrix products. In bf16 they store diagonals separately, in fp32."""
+        """Return whether the C++ kernels compute matrix products.
+
+        For products in bf16 they store the diagonals of symmetric matrices separately in fp32, which takes memory.
+        """
         return self.device_type == "cpu" and self.dtype != "fp16" and not self.plain
 
 
 class Peak(NamedTuple):
     """The peak of a step's scratch memory on the device that runs Newton-Schulz, in bytes.
 
-    ``exchange``: the buffers of buckets, and copies of shards. ``newton_schulz``: the temporaries of Newton-Schulz.
+    ``exchange``: the buffers of matrices that ranks exchange, and copies of parts of shards. ``newton_schulz``: the
+    temporaries of Newton-Schulz.
     """
 
     exchange: int
@@ -97,8 +103,8 @@ class Peak(NamedTuple):
 class PartitionDemand:
     """What decides one rank's scratch memory for one parameter group (or sub-group of ZeRO stage 3).
 
-    ``demands``: the :class:`Demand` of each bucket. ``slots``: how many buckets are in memory at a time. ``method``:
-    (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
+    ``demands``: the :class:`Demand` of each bucket, in the order of the step. ``slots``: how many buckets are in memory
+    at a time. ``method``: (rows, columns) of a matrix -> method of Newton-Schulz, such as ``gram``.
     """
 
     demands: Sequence[Demand]
@@ -126,7 +132,10 @@ def peak(partitions: Iterable[PartitionDemand], memory: Memory) -> Peak:
 
 
 def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
-    """Return {name: bytes} for the temporaries of Newton-Schulz on one batch."""
+    """Return {name: bytes} of the temporaries that Newton-Schulz needs for one batch.
+
+    If the batch is too large, it is processed in parts (``batch_limit``), and the result is for one part.
+    """
     numel, small, itemsize = batch.rows * batch.cols, min(batch.rows, batch.cols), DTYPES[memory.dtype].itemsize
     sizes = {"spare": numel * itemsize}
     if memory.wire != memory.dtype:
@@ -146,8 +155,8 @@ def _temporaries(batch: BatchSize, method: str, memory: Memory) -> Counter[str]:
 def demands_of(plan: Plan) -> list[list[Demand]]:
     """Return the :class:`Demand` of each rank for each bucket in a step, as lists ``[rank][bucket]``.
 
-    A demand may be too large: if an owner has several matrices in a bucket, it includes a receive buffer, even if the
-    bucket needs none.
+    A demand may be too large: if a rank orthogonalizes several matrices of a bucket, its demand includes a receive
+    buffer, even if none is needed.
     """
     # Time for each bucket: O(matrices + ranks x distinct layouts of matrices).
     demands = _sent if plan.copies == 1 else _replicated
@@ -156,6 +165,10 @@ def demands_of(plan: Plan) -> list[list[Demand]]:
 
 
 def _sent(owned: OwnedBlocks, world_size: int) -> list[Demand]:
+    """Return each rank's :class:`Demand` for a bucket of matrices whose parts are sent to their owners.
+
+    ``owned``: all (owner, matrix) pairs of the bucket. An owner orthogonalizes its matrices.
+    """
     by_owner = _by_owner(owned, world_size)
     sizes = [sum(item.block.numel for item in of_rank) for of_rank in by_owner]
     others, runs, grids = _exchange_sizes(by_owner, owned)
@@ -164,7 +177,10 @@ def _sent(owned: OwnedBlocks, world_size: int) -> list[Demand]:
 
 
 def _replicated(owned: OwnedBlocks, world_size: int) -> list[Demand]:
-    """Return each rank's :class:`Demand` for a bucket at stage 0, where every rank has the results of all owners."""
+    """Return each rank's :class:`Demand` for a bucket at ZeRO stage 0, where every rank gets all results.
+
+    ``owned``: all (owner, matrix) pairs of the bucket. An owner orthogonalizes its matrices.
+    """
     by_owner = _by_owner(owned, world_size)
     part = max(sum(item.block.numel for item in of_rank) for of_rank in by_owner)
     longest = max(item.block.numel for _, item in owned)
@@ -184,6 +200,7 @@ def _by_owner(owned: OwnedBlocks, world_size: int) -> list[list[PlacedBlock]]:
 
 
 def _longest_grid(item: PlacedBlock, rank: int) -> int:
+    """Return the elements of the largest piece of a matrix that is not contiguous in the shard of ``rank``, or 0."""
     if item.block.stride == item.block.cols:
         return 0
     return max((piece.numel for piece in item.spread.pieces(rank) if piece.rows > 1), default=0)
@@ -194,7 +211,8 @@ def _exchange_sizes(
 ) -> tuple[list[int], list[int], list[int]]:
     """Return (buffers, longest_run, longest_grid) of :class:`Demand`, each as a list with one number for each rank.
 
-    ``buffers`` are the send and receive buffers only. ``by_owner``: for each rank, the matrices that it owns.
+    ``buffers`` are the send and receive buffers only. ``by_owner``: for each rank, the matrices of one bucket that it
+    orthogonalizes. ``owned``: the same matrices as (owner, matrix) pairs.
     """
     sent, received, longest, grids = ([0] * len(by_owner) for _ in range(4))
     # Matrices that are spread alike are counted at once: at stage 3 all matrices of one shape are.

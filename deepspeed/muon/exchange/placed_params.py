@@ -16,7 +16,7 @@ from deepspeed.muon.math.momentum_storage import Fragment, Rows
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter, and where its elements are.
+    """One parameter, and which ranks store which of its elements.
 
     Args:
         spec: the parameter's name, shape and matrices.
@@ -43,9 +43,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """One matrix to orthogonalize, and where its elements are.
+    """One matrix to orthogonalize, and which ranks store which of its elements.
 
-    ``shard``: the parameter that contains it. ``block``: its indices in that parameter.
+    ``shard``: the parameter that contains the matrix. ``block``: the shape of the matrix, and where in that parameter
+    it is.
     """
 
     shard: Shard
@@ -108,7 +109,7 @@ class Partition:
 
     @property
     def blocks(self) -> list[PlacedBlock]:
-        """Return the matrices of all parameters in :attr:`planned`, in the order in which the plan numbers them."""
+        """Return the matrices of all parameters in :attr:`planned`, in the same order on all ranks."""
         return [item for shard in self.planned for item in shard.items]
 
     def pieces(self) -> Iterator[tuple[Shard, int, int, int]]:
@@ -144,7 +145,7 @@ class Partition:
 
 
 def whole_shards(specs: Iterable[MatrixSpec], copies: int) -> tuple[Shard, ...]:
-    """Return a :class:`Shard` for each parameter in ``specs``: in a tensor of its own, whole on ``copies`` ranks."""
+    """Return a :class:`Shard` for each parameter in ``specs``, which ``copies`` ranks hold whole, as one tensor."""
     return tuple(Shard(spec, i, Placement(0, spec.numel, 0, copies)) for i, spec in enumerate(specs))
 
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan the exchange: which rank owns each matrix, and which elements are sent in which bucket.
 
-Ranks do not communicate for this: every rank derives the same owners and buckets from the same facts. Then it lists
-only the matrices that it owns, and the pieces of matrices that its shard holds (runs). This takes each rank
+The owner of a matrix is the rank that orthogonalizes it. A bucket is the matrices that ranks exchange in one
+collective.
+
+Ranks do not communicate to plan: every rank derives the same owners and buckets from the same facts. Each rank then
+lists only the matrices that it owns, and the pieces of matrices that its shard holds (runs). This takes each rank
 O(matrices + ranks) time, up to logarithms, and not O(matrices x ranks).
 """
 
@@ -31,14 +34,15 @@ CPU_CALL, ACCELERATOR_CALL = 5e7, 8e9
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of Newton-Schulz and of communication. Both are counted in floating-point operations.
+    """The cost of Newton-Schulz and of communication, by which matrices are divided among ranks.
 
-    The cost of communication is the number of operations that the device could do in the same time.
+    Both are counted in floating-point operations. The cost of communication is the number of operations that the device
+    could do in the same time.
 
     Args:
         flops: (rows, columns) of a matrix -> the operations of Newton-Schulz on it.
         flops_per_byte: operations that take as long as sending one byte.
-        bytes_per_element: bytes of each element that is sent to an owner or back.
+        bytes_per_element: bytes of each element that is sent to the rank that orthogonalizes it, or back.
         device_type: where Newton-Schulz runs, such as ``cpu``.
     """
 
@@ -52,7 +56,7 @@ class CostModel:
         return sum(self.flops(rows, cols) for rows, cols in shapes)
 
     def round_trip_as_flops(self, elements: int) -> float:
-        """Return the cost of sending ``elements`` elements to an owner and back, in floating-point operations."""
+        """Return the cost of sending ``elements`` elements to another rank and back, in floating-point operations."""
         # Results go back where the parts came from.
         return self.flops_per_byte * 2 * self.bytes_per_element * elements
 
@@ -76,11 +80,12 @@ MAX_CANDIDATES = 8
 
 
 def assign_owners(items: Sequence[PlacedBlock], world_size: int, cost: CostModel) -> tuple[list[int], list[float]]:
-    """Choose which rank owns each matrix, so that all ranks finish at about the same time.
+    """Choose an owner for each matrix, the rank that orthogonalizes it, so that ranks finish at about the same time.
 
     The costliest matrix comes first (longest processing time first, Graham 1969). Each goes to the rank that would
-    finish it first, among those that hold a part of it. Its cost includes receiving the elements that the rank lacks.
-    At the end, some matrices move from the busiest rank to the least loaded rank.
+    finish it first, among ranks that hold a part of it. The cost includes sending the elements that this rank lacks to
+    it and back, less the fewest elements that any of these ranks lacks. At the end, some matrices move from the busiest
+    rank to the least loaded rank.
 
     Returns:
         (owners, loads). ``owners``: for each matrix, its owner. ``loads``: for each rank, the cost of all its
@@ -107,9 +112,11 @@ def assign_owners(items: Sequence[PlacedBlock], world_size: int, cost: CostModel
 def _candidates(item: PlacedBlock, least: int, missing_of: dict[Spread, dict[int, int]]) -> dict[int, int]:
     """Return {rank: number of the matrix's elements that it lacks} for the ranks that may own the matrix.
 
-    These are its :attr:`Spread.holders` or, if they are many, up to four of them: the first, the middle, the last and,
-    if it is a holder, ``least``, the rank with the least load of all. ``missing_of``: a cache that this function fills,
-    :class:`Spread` of a matrix -> the result without ``least``. Matrices with one Spread have equal blocks.
+    These are the ranks that hold a part of it or, if there are more than :data:`MAX_CANDIDATES`, up to four of them:
+    the first, the middle, the last and, if it holds a part, ``least``, the rank with the least load of all.
+
+    ``missing_of``: a cache that this function fills, :class:`Spread` of a matrix -> the result without ``least``.
+    Matrices with the same Spread have the same shape, and the same ranks hold the same parts of them.
     """
     spread, holders = item.spread, item.spread.holders
     middle = holders[len(holders) // 2]
@@ -123,7 +130,10 @@ def _candidates(item: PlacedBlock, least: int, missing_of: dict[Spread, dict[int
 
 
 class _Loads:
-    """The load of each rank, in floating-point operations, and the matrices that each rank owns."""
+    """The load of each rank, in floating-point operations, and the matrices assigned to it, by index.
+
+    It finds the least loaded and the busiest rank in logarithmic time.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.values = [0.0] * world_size
@@ -159,7 +169,8 @@ class _Loads:
 def _rebalance(moved_costs: Sequence[float], owners: list[int], loads: _Loads) -> None:
     """Move matrices from the busiest to the least loaded rank while that lowers the higher of the two loads.
 
-    ``owners`` and ``loads`` are updated. ``moved_costs``: for each matrix, its cost on a rank that holds no part of it.
+    ``owners`` (for each matrix, the rank that orthogonalizes it) and ``loads`` are updated. ``moved_costs``: for each
+    matrix, its cost on a rank that holds no part of it.
     """
     for _ in range(len(moved_costs)):  # at most one move per matrix
         busiest, least = loads.busiest(), loads.least()
@@ -203,7 +214,9 @@ def without_collector() -> Iterator[None]:
 class Plan:
     """The plan of a parameter group (or sub-group of ZeRO stage 3): each matrix's owner and bucket.
 
-    ``owners`` and ``pairs`` cover all ranks. :attr:`buckets` says what this rank sends, receives and orthogonalizes.
+    The owner of a matrix is the rank that orthogonalizes it. A bucket is the matrices that ranks exchange in one
+    collective; ranks process one bucket after another. ``owners`` and ``pairs`` cover all ranks. :attr:`buckets` says
+    what this rank sends, receives and orthogonalizes.
 
     Args:
         shards: the group's Muon parameters, in the same order on all ranks.
@@ -232,7 +245,10 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash, 16 hexadecimal digits, of everything in the plan that must be equal on all ranks."""
+        """Return a hash, 16 hexadecimal digits, of all that must be equal in the plans of all ranks.
+
+        Ranks compare it before the first step, because ranks with different plans would hang in collectives.
+        """
         numbers = self.owners, [len(owned) for owned in self.pairs], self.limit, self.is_tight
         digest = hashlib.sha256("".join(map(str, numbers)).encode())
         for item in self.items:
@@ -267,7 +283,8 @@ class Plan:
         """Return how many buckets are in memory at a time.
 
         3: one bucket is sent to the owners while another is orthogonalized and a third is sent back. 2: if memory is
-        scarce (``is_tight``). 1: if ``travels``, the result of :meth:`Plan.travels`, is false.
+        scarce (``is_tight``). 1: if matrices move neither between ranks nor between host memory and the accelerator;
+        ``travels``, the result of :meth:`Plan.travels`, is then false.
         """
         if not travels:
             return 1
@@ -300,10 +317,10 @@ class Plan:
 def plan_partition(
     shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None, rank: int = 0
 ) -> Plan:
-    """Return the plan of a partition, which shares its matrices among the ranks.
+    """Return the plan of a parameter group (or sub-group of ZeRO stage 3), with or without sharing its matrices.
 
-    The exception is ZeRO stage 0 if sharing is not faster: the plan then has ``world_size`` 1, and every rank
-    orthogonalizes all matrices, without communication. The arguments are those of :func:`plan_shards`.
+    Ranks share the matrices, except at ZeRO stage 0 if that is not faster: the plan then has ``world_size`` 1, and
+    every rank orthogonalizes all matrices, without communication. The arguments are those of :func:`plan_shards`.
     """
     plan = plan_shards(shards, world_size, cost, bucket_bytes, rank)
     if plan.copies == 1 or is_worth_sharing(plan, cost):
@@ -313,7 +330,7 @@ def plan_partition(
 
 
 def is_worth_sharing(plan: Plan, cost: CostModel) -> bool:
-    """Return whether a step at ZeRO stage 0 is faster if each rank orthogonalizes only a part of the matrices."""
+    """Return whether a step at ZeRO stage 0 is faster with ``plan`` than if each rank orthogonalizes all matrices."""
     received = sum(bucket.gathered_part for bucket in plan.buckets) * (plan.world_size - 1) * cost.bytes_per_element
     # Without sharing, all ranks do all matrices at the same time. With it, nothing is sent to the owners.
     unshared = cost.total_flops(item.shape for item in plan.items)
@@ -324,9 +341,9 @@ def is_worth_sharing(plan: Plan, cost: CostModel) -> bool:
 def plan_shards(
     shards: Sequence[Shard], world_size: int, cost: CostModel, bucket_bytes: int | None = None, rank: int = 0
 ) -> Plan:
-    """Return the plan of a parameter group (or sub-group of ZeRO stage 3) whose matrices the ranks share.
+    """Return a plan in which ranks share the matrices of a parameter group (or sub-group of ZeRO stage 3).
 
-    :func:`plan_partition` calls this, and checks whether sharing is faster.
+    Call :func:`plan_partition` for a plan that shares them only if that is faster.
 
     Args:
         shards: the group's Muon parameters, in the same order on all ranks.
@@ -357,10 +374,10 @@ def plan_shards(
 
 
 def cut_into_buckets(owned: OwnedBlocks, world_size: int, limit: int) -> list[OwnedBlocks]:
-    """Split (owner, matrix) pairs into buckets of at most ``limit`` elements, or one larger matrix, per owner.
+    """Split (owner, matrix) pairs into buckets, and return these. Ranks exchange the matrices of a bucket at once.
 
-    Each owner's matrices fill bucket 0, then bucket 1, and so on, so a bucket has matrices of all owners. The ranks
-    exchange them at the same time. A bucket is sorted by owner, then by :func:`batch_key`.
+    Each owner's matrices fill bucket 0, then bucket 1, and so on, the largest first. In a bucket, an owner has at most
+    ``limit`` elements, or a single larger matrix. A bucket is sorted by owner, then by :func:`batch_key`.
     """
     buckets: list[OwnedBlocks] = []
     filled, number = [0] * world_size, [0] * world_size
@@ -380,7 +397,7 @@ def cut_into_buckets(owned: OwnedBlocks, world_size: int, limit: int) -> list[Ow
 def bucket_limit(
     items: Sequence[PlacedBlock], world_size: int, copies: int, cost: CostModel, bucket_bytes: int | None = None
 ) -> int:
-    """Return the maximum number of elements that one owner has in one bucket.
+    """Return how many elements one owner may have in one bucket, the ``limit`` of :func:`cut_into_buckets`.
 
     Args:
         items: all matrices that are planned together: those of a parameter group or, at stage 3, a sub-group.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send shards to the owners of matrices, and shards of the results back.
+"""Send the parts of matrices to their owners, the ranks that orthogonalize them, and parts of the results back.
 
-:class:`~deepspeed.muon.step.PartitionStep` calls these functions in the order of a step.
+:class:`~deepspeed.muon.step.PartitionStep` calls the methods of :class:`Exchange` for one bucket after another.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from deepspeed.muon.kernels.kernel_set import Workspace
 class BucketBuffers:
     """The 1-D buffers of one :class:`Bucket` during a step. A bucket is the matrices that ranks exchange together.
 
-    A run (:class:`~deepspeed.muon.exchange.bucket.ShardRun`) is a part of a matrix that this rank's shard holds.
+    A run (:class:`~deepspeed.muon.exchange.bucket.ShardRun`) is a part of a matrix that this rank's shard holds. The
+    owner of a matrix is the rank that orthogonalizes it.
 
     Args:
         index: the bucket's index in the plan.
-        matrices: the bucket's matrices that this rank owns, which means that it orthogonalizes them; at ZeRO stage 0
-            those of all owners.
-        shard_side: the runs that are not ``in_place``, in the order of the ranks that own their matrices. It is sent to
-            the owners ("send buffer"), and the result of a run returns to the same place.
-        owner_side: what ranks send of this rank's matrices ("receive buffer"). The results are sent back from it. It is
-            a view of ``matrices`` if the elements arrive in the right order.
+        matrices: the bucket's matrices that this rank owns; at ZeRO stage 0 those of all owners.
+        shard_side: the runs that this rank sends, in the order of the owners of their matrices ("send buffer"). The
+            result of a run returns to the same place. Runs that are ``in_place`` are in ``matrices`` instead.
+        owner_side: the parts of this rank's matrices that it receives ("receive buffer"). The results are sent back
+            from it. It is a view of ``matrices`` if the elements arrive in the right order.
         host: under CPU offload, pinned host memory for all runs; otherwise ``None``. The other buffers are on the
             device of Newton-Schulz. All have the dtype in which matrices are sent.
         pending: handle of the launched collective, for which :meth:`wait` waits.
@@ -62,7 +62,7 @@ class BucketBuffers:
         return self.run_buffer(run.in_place).narrow(0, at, run.copy.rows * run.copy.cols)
 
     def run_buffer(self, in_place: bool) -> Tensor:
-        """Return the bucket's 1-D buffer of this rank's runs: first their input of Newton-Schulz, then their results.
+        """Return the 1-D buffer with this rank's parts of matrices: the input of Newton-Schulz, later the results.
 
         Under CPU offload this is ``host``. Otherwise it is ``matrices`` for the elements that this rank keeps to
         orthogonalize them (``in_place``), and ``shard_side`` for the elements that it sends.
@@ -70,9 +70,9 @@ class BucketBuffers:
         return self._device_buffer(in_place) if self.host is None else self.host
 
     def staged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (1-D views of ``host``, 1-D views of the accelerator's buffers), for copies under CPU offload.
+        """Return (1-D views of ``host``, 1-D views of the buffers on the accelerator), for copies under CPU offload.
 
-        The n-th views of both lists stand for the same elements.
+        The n-th views of both lists are for the same elements, which are copied from one to the other.
         """
         assert self.host is not None
         host, device = [], []
@@ -105,8 +105,8 @@ class BucketBuffers:
 def copy_from_grid(tensor: Tensor, copy: GridCopy, work: Workspace, name: str) -> Tensor:
     """Return the equally spaced rows of ``tensor`` that ``copy`` (:class:`GridCopy`) selects as one 1-D tensor.
 
-    The result is a view of ``tensor`` if there is one row. Otherwise it is a copy in ``work``, under the key ``name``.
-    ``copy.times`` is 1.
+    The result is a view of ``tensor`` if there is one row. Otherwise it is a copy in scratch memory of ``work``, under
+    the key ``name``. ``copy.times`` must be 1.
     """
     if copy.rows == 1:
         return tensor.view(-1).narrow(0, copy.start, copy.cols)
@@ -130,9 +130,10 @@ def grid_view(tensor: Tensor, copy: GridCopy) -> Tensor:
 
 
 def packed_view(buffer: Tensor, copy: GridCopy) -> Tensor:
-    """Return the rows of ``copy`` (:class:`GridCopy`) in ``buffer``, 1-D, where they follow each other without gaps.
+    """Return the rows of ``copy`` in the 1-D ``buffer``, where they follow each other without gaps, as a view.
 
-    The result is a view ``[times, rows, cols]``, as that of :func:`grid_view`.
+    Its shape is ``[times, rows, cols]``, so that it can be copied to or from the :func:`grid_view` of the same
+    :class:`GridCopy`.
     """
     shape, strides = (copy.times, copy.rows, copy.cols), (copy.at_step, copy.cols, 1)
     return torch.as_strided(buffer[copy.at :], shape, strides)
@@ -144,7 +145,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 class Staging:
-    """The copies of CPU offload between host memory and the accelerator. Each direction has a stream of its own."""
+    """Makes the copies of CPU offload between host memory and the accelerator, on one stream for each direction."""
 
     def __init__(self) -> None:
         self._accelerator = get_accelerator()
@@ -152,9 +153,10 @@ class Staging:
         self._up, self._down = make(), make()
 
     def host_memory(self, bucket: Bucket, dtype: torch.dtype, work: Workspace, slot: int) -> Tensor:
-        """Return a 1-D tensor in pinned host memory, large enough for all elements of ``bucket`` in this rank's shard.
+        """Return a 1-D tensor in pinned host memory with room for all elements of ``bucket`` in this rank's shard.
 
-        ``slot``: index of the memory. Buckets with the same index use the same memory, one after another.
+        ``slot``: a number below the number of buckets in memory at a time. Buckets with the same slot use the same
+        memory, one after another.
         """
         return work.get(f"pinned{slot}", (bucket.host_elements,), dtype, torch.device("cpu"), pinned)
 
@@ -167,9 +169,10 @@ class Staging:
             self._up.wait_stream(self._accelerator.current_stream())
 
     def beside_the_computation(self, back: bool) -> AbstractContextManager:
-        """Return a context in which copies and collectives go to a stream that runs in parallel with the computation.
+        """Return a context manager that sends copies and collectives to a stream in parallel with the computation.
 
-        ``back``: whether they send results back. If so, the stream first waits for all computation queued so far.
+        ``back``: True for results on their way back to host memory; the stream then first waits for all computation
+        queued so far. False for inputs on their way to the accelerator.
         """
         if back and self._down is not None:
             self._down.wait_stream(self._accelerator.current_stream())
@@ -222,10 +225,11 @@ class Exchange:
         return self.staging is not None
 
     def gather_state(self, own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Return the state of the matrices in ``shapes`` from their owners: {matrix name: fp32 CPU tensor}.
+        """Collect a state of matrices, such as NorMuon's second moments, from their owners; a collective.
 
-        A collective. ``own``: {matrix name: fp32 tensor} of the matrices that this rank owns. ``shapes``: {matrix
-        name: shape of its state}, with the same names in the same order on all ranks.
+        Return {matrix name: fp32 CPU tensor} on every rank. ``own``: {matrix name: fp32 tensor} of the matrices that
+        this rank owns. ``shapes``: {matrix name: shape of its tensor}, with the same names in the same order on all
+        ranks.
         """
         sizes = [math.prod(shape) for shape in shapes.values()]
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
@@ -261,10 +265,10 @@ class Exchange:
     # ---- buffers ------------------------------------------------------------------------------------------
 
     def allocate(self, plan: Plan, slots: int) -> list[Tensor]:
-        """Return the memory of a step: ``slots`` 1-D tensors. Buckets use each of them one after another.
+        """Return at most ``slots`` 1-D tensors, the memory for the buffers of all buckets in a step.
 
-        Call this before the first bucket of a step: copies on other streams then wait only once for all earlier uses of
-        the memory.
+        Bucket i uses tensor ``i % slots``, after bucket ``i - slots`` is done. Call this before the first bucket of a
+        step: copies on other streams then wait only once for all earlier uses of the memory.
         """
         # Buckets slot, slot + slots, slot + 2 * slots ... use a slot's memory.
         sizes = [sum(bucket.buffer_sizes) for bucket in plan.buckets]
@@ -277,7 +281,10 @@ class Exchange:
         return memory
 
     def open(self, plan: Plan, index: int, memory: Tensor, slot: int) -> BucketBuffers:
-        """Return the buffers of bucket ``index``, as views of ``memory``, a result of :meth:`allocate` for ``slot``."""
+        """Return the buffers of bucket ``index`` of ``plan``, as views of ``memory``.
+
+        ``memory``: the tensor at index ``slot`` of what :meth:`allocate` returned.
+        """
         bucket = plan.buckets[index]
         matrices, shard_side, owner_side = memory[: sum(bucket.buffer_sizes)].split(bucket.buffer_sizes)
         if bucket.direct_receive_start is not None:
@@ -304,7 +311,7 @@ class Exchange:
             self._start(buffers, back=False)
 
     def wait(self, buffers: BucketBuffers) -> None:
-        """Make the current stream wait for what :meth:`send` has started, and move it into the bucket's matrices."""
+        """Make the current stream wait for what :meth:`send` has started; put received parts into their matrices."""
         buffers.wait()
         if buffers.copied is not None:
             buffers.copied.wait()  # the current stream waits, not the host
@@ -336,7 +343,8 @@ class Exchange:
     def _start(self, buffers: BucketBuffers, back: bool) -> None:
         """Start the bucket's collective: an all-to-all or, at ZeRO stage 0, an all-gather of the results.
 
-        ``back``: whether it sends results back, and not matrices to their owners, which stage 0 does not need.
+        ``back``: True to send results back, False to send parts of matrices to their owners. Do nothing if nothing must
+        be sent, such as parts at stage 0.
         """
         # DeepSpeed's wrapper of torch.distributed, so that its comms_logger lists these calls as `muon_exchange`.
         from deepspeed import comm  # type: ignore[attr-defined]

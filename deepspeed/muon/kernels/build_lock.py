@@ -40,8 +40,8 @@ COMPILERS = frozenset(
 def build_lock(path: Path) -> Iterator[bool]:
     """Hold a lock on the file ``path`` within the ``with`` block. Other processes that ask for the same lock wait.
 
-    Yield whether the file system of ``path`` has ``flock``. Without it, lock a file in the machine's temporary folder
-    instead: processes on other machines then do not wait.
+    Yield True if the file system of ``path`` has ``flock``. Otherwise lock a file in the machine's temporary folder
+    instead, so that only processes on this machine wait, and yield False.
 
     Raises:
         TimeoutError: another process has held the lock for ``GIVE_UP_AFTER`` seconds.
@@ -95,10 +95,10 @@ def _take(file: IO[str], name: str) -> None:
 
 
 def wait_for_torch(original: Callable[[Any], None], baton: Any) -> None:
-    """Wait, as torch's ``FileBaton.wait`` (``original``) does, until another process has built an extension.
+    """Wait until another process has built an extension. This replaces torch's ``FileBaton.wait``, ``original``.
 
     After ``TELL_AFTER`` seconds, log the path of the lock file that torch waits for. If the process that created the
-    file was killed, the wait does not end until a user deletes the file.
+    file was killed, the wait does not end until a user deletes the file. ``baton``: the ``FileBaton`` object.
     """
     timer = threading.Timer(TELL_AFTER, _tell_of_file, [Path(baton.lock_file_path)])
     timer.daemon = True
@@ -127,7 +127,7 @@ def _tell_of_file(path: Path) -> None:
 
 
 def _warn_once_per_machine(text: str, *values: Any) -> None:
-    """Log a warning, on only one rank of each machine."""
+    """Log the warning ``text % values``, on only one rank of each machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(f"deepspeed-muon: {text}", *values)
 

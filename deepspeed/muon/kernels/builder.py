@@ -100,9 +100,9 @@ class MuonBuilder(CPUOpBuilder):
         return False
 
     def load(self, verbose: bool = False) -> Any:
-        """Return the C++ module: that of the installed wheel, or one that an earlier start has built.
+        """Return the compiled C++ module: that of the installed wheel, or one that an earlier process has built.
 
-        Build a new one if neither exists for this torch and CPU.
+        Build a new one if neither exists for this torch and CPU. ``verbose``: whether to print the compiler's output.
 
         Raises:
             Exception: of any type: there is no compiler, the build failed, or another process is building for too long.

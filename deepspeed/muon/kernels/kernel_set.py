@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel sets: the operations of a step by name, their plain torch versions, and the scratch memory they use."""
+"""The operations of an optimizer step in plain PyTorch, a class for other implementations, and scratch memory.
+
+:class:`KernelSet` is one implementation of every operation. The functions in this file are the plain PyTorch one.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def has_fp64(device: torch.device) -> bool:
 
 
 class Workspace:
-    """Scratch tensors, cached by name and grown on demand.
+    """Scratch tensors, cached by name, dtype and device, and grown on demand.
 
     On a CPU they stay until :meth:`clear`, because page faults are slow. On an accelerator :meth:`release` frees them
     after each step.
@@ -54,7 +57,7 @@ class Workspace:
     ) -> Tensor:
         """Return an uninitialized contiguous tensor, valid until the next request for this name, dtype and device.
 
-        ``pin``: copies a new CPU tensor to page-locked memory; ``None`` to use pageable memory.
+        ``pin``: function that returns a copy of a CPU tensor in page-locked memory; ``None`` for pageable memory.
         """
         numel, key = math.prod(shape), (name, dtype, device)
         if key not in self._storage or self._storage[key].numel() < numel:
@@ -103,12 +106,15 @@ def batch_limit(numel: int, small: int, smalls: int, itemsize: int, accelerator:
 
 
 def base_of(x: Tensor) -> tuple[Tensor, bool]:
-    """Return (``x``, False) if ``x`` is contiguous, otherwise (``x.mT``, True), which must be contiguous."""
+    """Return (contiguous view of ``x`` or of its transpose, whether it is of the transpose).
+
+    ``x``: a batch of matrices, contiguous or the ``mT`` of a contiguous tensor.
+    """
     return (x, False) if x.is_contiguous() else (x.mT, True)
 
 
 class Tiles(NamedTuple):
-    """Runs, split into tiles, each for one GPU program. A run is a contiguous piece of a rank's flat ZeRO shard.
+    """Runs split into tiles. A run is a contiguous piece of a rank's flat ZeRO shard; one GPU program updates one tile.
 
     ``table``: int64, ``[tiles, 3]``, on the kernel's device: (start in the shard, start in the other tensor, length) of
     each tile, in elements. The other tensor is the ``out`` of ``advance`` or the ``update`` of ``apply_``.
@@ -123,9 +129,9 @@ class Tiles(NamedTuple):
 class RunKernels:
     """The kernels that do ``advance`` and ``apply_`` for many runs (see :class:`Tiles`) of a flat shard in one launch.
 
-    ``fits(tensor)`` returns whether they support the tensor's device, dtype and layout. The functions ``tiles``,
-    ``advance_runs`` and ``apply_runs_`` in this file describe the other fields. Results have the same bits as with one
-    launch for each run.
+    ``fits(tensor)`` returns whether they support the tensor's device, dtype and layout. The other fields are functions
+    like ``tiles``, ``advance_runs`` and ``apply_runs_`` in this file. Results have the same bits as with one launch for
+    each run.
     """
 
     fits: Callable[[Tensor], bool]
@@ -139,8 +145,8 @@ class KernelSet:
     """A kernel set: one implementation, such as Triton's, of every operation in which a step spends its time.
 
     The functions of the same names in this file describe the operations. An elementwise result depends only on
-    its element, not on where a slice begins, its length or the number of threads, so bits do not depend on how a matrix
-    is distributed over ranks.
+    the element's inputs, and not on where a slice begins, how long it is or how many threads there are. So bits do not
+    depend on how a matrix is distributed over ranks.
     """
 
     name: str
@@ -304,7 +310,10 @@ def tiles(spans: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
 
 
 def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, beta: float, nesterov: bool) -> None:
-    """Call :func:`advance` on each tile of the shards ``buffer`` and ``grad``, and on the tile's place in ``out``."""
+    """Call :func:`advance` for each tile: on its part of ``buffer`` and ``grad``, flat shards, and its part of ``out``.
+
+    :class:`Tiles` says where these parts begin.
+    """
     for shard, other, length in tiles.table.tolist():
         part = slice(shard, shard + length)
         advance(buffer[part], grad[part], out[other : other + length], beta, nesterov, Workspace())
@@ -313,7 +322,10 @@ def advance_runs(buffer: Tensor, grad: Tensor, out: Tensor, tiles: Tiles, beta: 
 def apply_runs_(
     weights: Tensor, update: Tensor, tiles: Tiles, lr: float, scale: float, weight_decay: float, cautious: bool
 ) -> None:
-    """Call :func:`apply_` on each tile of the shard ``weights``, with the part of ``update`` that the tile names."""
+    """Call :func:`apply_` for each tile: on its part of ``weights``, a flat shard, with its part of ``update``.
+
+    :class:`Tiles` says where these parts begin.
+    """
     for shard, other, length in tiles.table.tolist():
         part, result = weights[shard : shard + length], update[other : other + length]
         apply_(part, result, lr, scale, weight_decay, cautious, Workspace())
@@ -350,10 +362,10 @@ def near_one_(matrix: Tensor, dim: int) -> None:
 
 
 def symmetric(name: str, x: Tensor, work: Workspace) -> Tensor:
-    """Return an uninitialized tensor for ``X X^T`` of each matrix X in ``x``.
+    """Return an uninitialized tensor for ``X X^T``, or another symmetric matrix of its size, for each X in ``x``.
 
     Its shape is ``[batch, rows, rows]`` if that of ``x`` is ``[batch, rows, cols]``. ``work`` owns the memory, which
-    another call with the same ``name`` may reuse.
+    the next call with the same ``name`` uses again.
     """
     return work.get(name, (x.size(0), x.size(-2), x.size(-2)), x.dtype, x.device)
 
@@ -467,7 +479,7 @@ def fixed_numerics() -> Iterator[None]:
 
     In the block, the default dtype is fp32, fp32 matrix products use neither TF32 nor bf16, 16-bit products are summed
     as torch does by default, and autocast and inference mode are off. Enter ``torch.no_grad`` inside of the block, not
-    around it.
+    around it: the block enables gradients if it leaves inference mode.
     """
     with ExitStack() as stack:
         for setting in _SETTINGS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage in fewer bits: stochastic rounding to bf16, and int8 codes with a magnitude for each block.
+"""Storage in fewer bits: stochastic rounding to bf16, and int8 codes with a scale for each block of elements.
 
 Blockwise quantization as in Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
 (arXiv 2110.02861), with linear codes, which Gupta et al., "Effective Quantization of Muon Optimizer States" (arXiv
@@ -26,9 +26,10 @@ Key = tuple[int, int]
 
 
 def key_of(name: str, step_number: int) -> Key:
-    """Return the key of the random numbers for rounding a parameter at one step: two signed 32-bit numbers.
+    """Return the key of the random numbers with which a tensor is rounded at one step: two signed 32-bit numbers.
 
-    It depends on ``name`` and ``step_number`` only, so all ranks get the same key.
+    It depends on ``name``, such as that of a parameter or matrix, and ``step_number`` only. So all ranks get the same
+    key. Pass it to :func:`noise`.
     """
     # Experts of one name on different ranks share a key; their values are never summed, so errors do not add up.
     return struct.unpack("<ii", hashlib.blake2s(f"{name}\0{step_number}".encode(), digest_size=8).digest())
@@ -68,8 +69,8 @@ def signed(number: int) -> int:
 def round_(target: Tensor, source: Tensor, noise: Tensor, spare: Tensor) -> None:
     """Round each element of ``source`` at random to one of its bf16 neighbours, and write it to ``target``.
 
-    The expected value is the element. Values that bf16 can represent do not change, nor do infinities and quiet NaNs. A
-    finite value never becomes infinite: beyond bf16's largest value it is rounded down to this value.
+    The expected value of the result is the element. Values that bf16 can represent do not change, nor do infinities and
+    quiet NaNs. A finite value never becomes infinite: a magnitude above bf16's largest is rounded down to the largest.
 
     ``target``: bf16. The others have the same shape and are overwritten: ``source``, fp32; ``noise``, int32, uniform
     from 0 to 2^16 - 1; ``spare``, int32.
@@ -95,7 +96,9 @@ def block_count(numel: int) -> int:
 
 
 def decode(codes: Tensor, absmax: Tensor, out: Tensor) -> Tensor:
-    """Decode int8 codes: code / 127 times the block's largest magnitude. Return the fp32 values, a view of ``out``.
+    """Decode int8 codes, and return the fp32 values: code / 127 times the largest magnitude of its block.
+
+    The result is a view of the beginning of ``out``.
 
     Args:
         codes: int8, 1-D, from the beginning of a block; may end within a block.

@@ -40,7 +40,7 @@ def _is_usable(unavailable: Unavailable, device_type: str) -> bool:
 
 
 def choose(unavailable: Unavailable) -> KernelSet:
-    """Return a kernel set with the fastest usable kernels. Each call runs the kernel for the device of its tensors.
+    """Return a kernel set with the fastest usable kernels of all devices. A call uses those of its tensors' device.
 
     ``unavailable``: what :func:`unavailable_kernels` returned.
     """
@@ -49,10 +49,10 @@ def choose(unavailable: Unavailable) -> KernelSet:
 
 
 def fast_dtype(device_type: str, unavailable: Unavailable) -> str:
-    """Return the dtype in which a device of this process runs Newton-Schulz if ``ns_dtype`` is ``auto``.
+    """Return ``"fp16"``, ``"bf16"`` or ``"fp32"``: the dtype of Newton-Schulz on a device if ``ns_dtype`` is ``auto``.
 
-    An accelerator that supports fp16 takes it, because it rounds eight times finer than bf16 at the same speed. A CPU
-    takes bf16 if the C++ kernels multiply it faster than fp32. Everything else takes fp32. ``unavailable``: what
+    It is fp16 on accelerators that support it, because it rounds eight times finer than bf16 at the same speed. It is
+    bf16 on a CPU where the C++ kernels multiply bf16 faster than fp32. Otherwise it is fp32. ``unavailable``: what
     :func:`unavailable_kernels` returned.
     """
     # By a rule and not by timing: two starts of one config on one machine have the same bits.
@@ -64,7 +64,7 @@ def fast_dtype(device_type: str, unavailable: Unavailable) -> str:
 
 
 def summary(kernels: KernelSet, unavailable: Unavailable) -> str:
-    """Return the name of ``kernels`` for the log, such as ``torch (faster kernels are not used; cpu: no compiler)``.
+    """Return a text about ``kernels`` for the log, such as ``torch (faster kernels are not used; cpu: no compiler)``.
 
     ``unavailable``: what :func:`unavailable_kernels` returned.
     """

@@ -56,6 +56,7 @@ def _places(tiles_ptr, numel, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Return (indices in the shard, indices in ``out`` or ``update``, mask) of this program's tile; see :class:`Tiles`.
 
     ``tiles_ptr``: the tiles' ``table``. If it is ``None``, both tensors have ``numel`` elements, in the same order.
+    Otherwise ``numel`` is not used. ``ALIGNED``: the tiles' ``are_aligned``.
     """
     if tiles_ptr is None:
         shard, mask = _place(numel, BLOCK)
@@ -97,9 +98,9 @@ def _round(value, noise):
 
 @triton.jit
 def _noise(index, key):
-    """Return the same numbers as :func:`deepspeed.muon.kernels.rounding.noise` with the key (a, b).
+    """Return the same random numbers as :func:`deepspeed.muon.kernels.rounding.noise` with the ``random_key`` (a, b).
 
-    ``index``: each element's index plus a. ``key``: b.
+    ``index``: a + ``first`` + i for each element i. ``key``: b. Both are uint32.
     """
     x = (index ^ (index >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     x += key
@@ -124,9 +125,10 @@ def advance_kernel(
 ):
     """Update the momentum of this program's elements, and write the input of Newton-Schulz.
 
-    A bf16 momentum is rounded stochastically with the key (``first_key``, ``second_key``); the index of the first
-    element is already added to ``first_key``. ``rate``: 1 - beta, computed in fp64.
-    ``tiles_ptr``, ``numel``: see :func:`_places`.
+    A bf16 momentum is rounded stochastically. For the ``random_key`` (a, b) and ``first`` of
+    :func:`deepspeed.muon.kernels.rounding.noise`, ``first_key`` is a + ``first``, and ``second_key`` is b.
+
+    ``rate``: 1 - beta, computed in fp64. ``tiles_ptr``, ``numel``, ``ALIGNED``: see :func:`_places`.
     """
     shard, other, mask = _places(tiles_ptr, numel, ALIGNED, BLOCK)
     grad = tl.load(grad_ptr + shard, mask).to(tl.float32)
@@ -234,7 +236,7 @@ def sum_kernel(x_ptr, exponent_ptr, sum_ptr, numel, parts, BLOCK: tl.constexpr):
     """Store two numbers for one part of a matrix: e, and the sum of the squares of its entries divided by 4^e.
 
     e: the :func:`_exponent` of the part's largest entry. ``numel``: number of elements of a matrix. ``parts``: number
-    of parts of a matrix.
+    of parts of a matrix; a part is ``BLOCK`` elements, which one program sums.
     """
     at, mask = _place(numel, BLOCK)
     matrix = tl.program_id(1).to(tl.int64)
@@ -352,7 +354,7 @@ def normalize(x: Tensor, out: Tensor, norm: float = 1.0) -> Tensor:
 
 
 def tiles(spans: Sequence[tuple[int, int, int]], device: torch.device) -> Tiles:
-    """Split spans, contiguous pieces of a flat shard, into :class:`Tiles` of at most ``BLOCK`` elements.
+    """Split ``spans``, contiguous pieces of a flat shard, into :class:`Tiles` of at most ``BLOCK`` elements.
 
     The table takes 24 bytes per tile. ``spans``: as in :func:`deepspeed.muon.kernels.kernel_set.tiles`.
     """

@@ -126,10 +126,10 @@ def _either(supports: Callable[..., bool], kernel: Callable[..., Any], fallback:
 
 
 def _takes(dtypes: tuple[torch.dtype, ...]) -> Callable[..., bool]:
-    """Return a function that returns whether a Triton kernel supports its arguments, for :func:`_either`.
+    """Return a function that takes a kernel's arguments and returns whether the Triton kernel supports them.
 
     The first tensor among them must have one of ``dtypes``, the others one of ``dtypes`` or :data:`FLOATS`. All must be
-    contiguous and on one GPU.
+    contiguous and on one GPU. :func:`_either` needs such a function.
     """
 
     def supports(*args: Any) -> bool:

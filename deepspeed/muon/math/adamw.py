@@ -34,10 +34,11 @@ def step(tensors: Sequence[Tensor], states: Sequence[State], group: Mapping[str,
 
 
 def steps_before_start(group: Mapping[str, Any], fragment: Fragment) -> int:
-    """Return how many of its tensor's steps a parameter has not made: 100 if it was frozen for 100 steps.
+    """Return how many steps fewer a parameter has made than the tensor that holds it, which has one step count.
 
-    ``group``: the parameter group, which stores these numbers under :data:`STARTED`. For a parameter that is not listed
-    there, return 0. ``fragment``: any part of the parameter.
+    Example: 100 if ZeRO's flat tensor has made 100 steps while the parameter was frozen. ``group``: the parameter
+    group, which stores these numbers under :data:`STARTED`. For a parameter that is not listed there, return 0.
+    ``fragment``: any part of the parameter.
     """
     return group.get(STARTED, {}).get(fragment.name.partition("@")[0], 0)
 
@@ -71,7 +72,8 @@ def step_in_bf16(
 ) -> None:
     """Make one step of AdamW or Adam in fp32 for a contiguous bf16 tensor; round weights and moments stochastically.
 
-    ``kernels`` round. ``work`` allocates the fp32 copies. The other arguments are those of :func:`step_by_parameter`.
+    ``kernels``: the kernels that round. ``work``: allocates the fp32 copies. The other arguments are those of
+    :func:`step_by_parameter`.
     """
     assert tensor.grad is not None
     grad, done = tensor.grad.reshape(-1), float(state["step"])

@@ -50,16 +50,19 @@ class Rows(NamedTuple):
         return self.rows * self.cols
 
     def of(self, tensor: Tensor, first: int = 0) -> Tensor:
-        """Return the piece as a view ``[rows, cols]`` of ``tensor``, the flat tensor from its element ``first`` on."""
+        """Return the piece as a view ``[rows, cols]`` of ``tensor``.
+
+        ``tensor``: the flat tensor, or its part from element ``first`` on.
+        """
         return torch.as_strided(tensor.reshape(-1)[self.start - first :], (self.rows, self.cols), (self.pitch, 1))
 
 
 class Blocks:
     """The quantization blocks of one tensor's int8 momentum. All elements of a block share one scale.
 
-    Each piece of a matrix begins a new block. So the momentum of a matrix does not depend on other matrices in the
-    tensor, nor on padding, which may be NaN. ``pieces``: the pieces of matrices that the tensor holds. Methods take
-    ``state``, the tensor's optimizer state.
+    Each piece of a matrix (a rectangle that the tensor holds) begins a new block. So the momentum of a matrix does not
+    depend on other matrices in the tensor, nor on padding, which may be NaN. ``pieces``: the pieces of matrices that
+    the tensor holds. Methods take ``state``, the tensor's optimizer state.
     """
 
     def __init__(self, pieces: Iterable[Rows]) -> None:
@@ -69,7 +72,10 @@ class Blocks:
         self.count = ends[-1]
 
     def absmax(self, state: State, start: int) -> Tensor:
-        """Return a view of the scales (largest magnitudes, fp32) of the blocks in the piece from ``start`` on."""
+        """Return the scales of the blocks in one piece of a matrix, as a view of the state, 1-D.
+
+        A scale is the largest magnitude in its block, fp32. ``start``: index of the piece's first element.
+        """
         return state[ABSMAX][self._blocks[start]]
 
     def read(self, state: State, start: int, stop: int, device: torch.device) -> Tensor:
@@ -79,7 +85,8 @@ class Blocks:
     def read_into(self, out: Tensor, state: State, start: int = 0) -> Tensor:
         """Write the momentum of the tensor's elements from index ``start`` on to ``out``, and return ``out``.
 
-        ``out``: fp32, 1-D. These elements must not begin or end within a piece. Entries for padding do not change.
+        ``out``: fp32, 1-D; its length is the number of elements. They must include each piece of a matrix whole or not
+        at all. Entries for padding do not change.
         """
         for piece in self._within(start, start + out.numel()):
             codes, absmax = piece.of(state[CODES]).reshape(-1), self.absmax(state, piece.start)
@@ -94,7 +101,7 @@ class Blocks:
     def write(self, state: State, start: int, momentum: Tensor) -> None:
         """Quantize ``momentum``, 1-D, to nearest, and store it for the tensor's elements from index ``start`` on.
 
-        These elements must not begin or end within a piece.
+        The elements must include each piece of a matrix whole or not at all.
         """
         for piece in self._within(start, start + momentum.numel()):
             given, absmax = piece.of(momentum, start).reshape(-1), self.absmax(state, piece.start)
@@ -106,6 +113,7 @@ class Blocks:
             piece.of(state[CODES]).copy_(codes.view(piece.rows, piece.cols))
 
     def _within(self, start: int, stop: int) -> Iterator[Rows]:
+        """Yield the pieces of matrices in the tensor's elements ``start`` to ``stop - 1``; none may be cut."""
         for piece in self.pieces:
             end = piece.start + (piece.rows - 1) * piece.pitch + piece.cols
             if start < end and piece.start < stop:
@@ -114,6 +122,9 @@ class Blocks:
 
 
 def _chunks(absmax: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (slice of elements, magnitudes of their blocks), :data:`CHUNK` blocks at a time."""
+    """Yield (slice of a piece's elements, scales of their blocks), :data:`CHUNK` blocks at a time.
+
+    ``absmax``: the scales of all blocks of the piece.
+    """
     for block in range(0, absmax.numel(), CHUNK):
         yield slice(block * BLOCK, (block + CHUNK) * BLOCK), absmax[block : block + CHUNK]

@@ -36,7 +36,10 @@ SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
 
 @functools.cache
 def for_larger_norm(schedule: Schedule, factor: float) -> Schedule:
-    """Return Newton-Schulz coefficients that map each matrix X to what ``schedule`` maps X / ``factor`` to."""
+    """Return Newton-Schulz coefficients for inputs whose norm is ``factor`` times that which ``schedule`` expects.
+
+    They map a matrix X to what ``schedule`` maps X / ``factor`` to.
+    """
     a, b, c = schedule[0]
     return ((a / factor, b / factor**3, c / factor**5), *schedule[1:])
 
@@ -103,10 +106,10 @@ MAX_SHIFT, STEPS_AHEAD = 0.06, 3
 
 
 class Rounding(NamedTuple):
-    """The rounding error of a Gram matrix in one dtype, as :func:`segments` assumes it.
+    """The rounding error that :func:`segments` assumes for a Gram matrix in one dtype.
 
     An eigenvalue r is off by ``error * max(r, least)``. ``longest``: largest number of steps between two restarts. A
-    restart computes the Gram matrix again.
+    restart computes the Gram matrix X X^T from the iterate X again, which removes accumulated rounding errors.
     """
 
     error: float
@@ -161,11 +164,13 @@ def _max_shift(schedule: Schedule, first: int, length: int, rounding: Rounding) 
 
 
 def _factor(triple: Triple, squared: float) -> float:
+    """Return the factor by which one step multiplies a singular value whose square is ``squared``."""
     a, b, c = triple
     return a + (b + c * squared) * squared
 
 
 def _map(schedule: Schedule, singular_value: float) -> float:
+    """Return what the steps of ``schedule`` map a singular value to, in exact arithmetic."""
     for triple in schedule:
         singular_value *= _factor(triple, singular_value * singular_value)
     return singular_value
@@ -246,9 +251,10 @@ def method_of(rows: int, cols: int, ns_method: str, schedule: Schedule, dtype: s
 def exact_method(ns_method: str, dtype: str, keeps_diagonals: bool) -> str:
     """Return ``ns_method``, but ``standard`` instead of ``auto`` where ``gram`` is not exact enough.
 
-    That is in bf16 without ``keeps_diagonals``: then the diagonals of Gram matrices are rounded to bf16, too, and
-    ``gram`` has up to four times the error of ``standard``. ``keeps_diagonals``: whether the products run on a CPU with
-    a :class:`KernelSet` that keeps these diagonals in fp32. ``dtype``: dtype of the products.
+    That is the case if ``dtype``, the dtype of the matrix products, is bf16 and ``keeps_diagonals`` is false: the
+    diagonals of Gram matrices are then rounded to bf16 too, and ``gram`` has up to four times the error of
+    ``standard``. ``keeps_diagonals``: whether the products run on a CPU with a :class:`KernelSet` that keeps these
+    diagonals in fp32.
     """
     return "standard" if (ns_method, dtype) == ("auto", "bf16") and not keeps_diagonals else ns_method
 

@@ -44,12 +44,12 @@ class Rule:
 
     @classmethod
     def of(cls, config: Any) -> Rule | None:
-        """Return the rule as ``config`` (:class:`MuonConfig`) sets it; ``None`` if it is off."""
+        """Return the rule with its settings from ``config`` (:class:`MuonConfig`); ``None`` if that turns it off."""
         settings = {field.name: getattr(config, field.name) for field in fields(cls)}
         return cls(**settings) if is_on(config, cls.KEY) else None
 
     def before(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
-        """Change a matrix in place before Newton-Schulz.
+        """Change a matrix in place before Newton-Schulz; the base class does nothing.
 
         Args:
             x: the matrix ``[rows, cols]``, bf16 or fp32; zeros if it had no gradient.
@@ -64,7 +64,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class MuonEq(Rule):
-    """The rule MuonEq, see :func:`equalize`. ``muon_eq``: whose norms become equal, a key of :data:`SIDES`."""
+    """MuonEq: before Newton-Schulz, give all outputs or all inputs of a matrix equal norms (:func:`equalize`).
+
+    ``muon_eq``: ``rows`` for the weights of each output, ``columns`` for those of each input.
+    """
 
     KEY = "muon_eq"
     muon_eq: str = "rows"
@@ -100,14 +103,17 @@ class MuonPlus(Rule):
 
 @dataclass(frozen=True)
 class NorMuon(Rule):
-    """The rule NorMuon, see :func:`normuon`. ``normuon_beta2``: factor by which second moments decay per step."""
+    """NorMuon: after Newton-Schulz, divide each output of a matrix by its running RMS (:func:`normuon`).
+
+    ``normuon_beta2``: factor by which the second moments, running means of squares, decay per step.
+    """
 
     KEY = "normuon"
     STATE = {"second_moments": lambda shape, axis: (shape[axis],)}
     normuon_beta2: float = 0.95
 
     def after(self, x: Tensor, axis: int, state: Mapping[str, Tensor], work: Workspace) -> None:
-        """Divide the elements of each output of ``x`` by the root of the output's second moment."""
+        """Divide the elements of each output of ``x`` by the root of its second moment; keep the norm of ``x``."""
         normuon(x, axis, state["second_moments"], self.normuon_beta2, work)
 
     def __str__(self) -> str:
@@ -133,9 +139,9 @@ def rules_of(config: Any) -> tuple[Rule, ...]:
 
 
 def state_shapes(rules: Iterable[Rule], shape: tuple[int, ...], axis: int) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the state that ``rules`` keep for a matrix of ``shape``, (rows, columns).
+    """Return {name: shape} of the state that ``rules`` keep for a matrix, such as ``{"second_moments": (4096,)}``.
 
-    ``axis``: the axis along which the matrix's outputs lie.
+    ``shape``: (rows, columns) of the matrix. ``axis``: the axis along which its outputs lie.
     """
     return {name: shape_of(shape, axis) for rule in rules for name, shape_of in rule.STATE.items()}
 
@@ -163,6 +169,7 @@ def snap_norm(x: Tensor, work: Workspace) -> None:
 
 
 def _factors(norms: Tensor, target_norm: float) -> Tensor:
+    """Return the factors that scale vectors of these norms to ``target_norm``; 1 for a norm of 0."""
     return torch.where(norms == 0, 1.0, target_norm / norms)
 
 

@@ -115,6 +115,7 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _numbers(module_or_config: Any) -> Heads:
+    """Return the numbers and widths of heads that a module or config states in its attributes."""
     names_of = _NAMES_IN_LINEAR if first_number(module_or_config, _VALUES) else _NAMES
     return Heads(**{field: first_number(module_or_config, names) for field, names in names_of.items()})
 
@@ -326,7 +327,9 @@ def _shape_of(owner: nn.Module, name: str) -> Sequence[int]:
 
 
 def _gate_up_axis(gate_up: Sequence[int], down: Sequence[int]) -> int | None:
-    """Return the axis to split so that gate and up result; ``None`` if the down projection's shape does not fit.
+    """Return the axis (0: rows, 1: columns) along which a fused weight splits into gate and up projections.
+
+    Return ``None`` if the down projection's shape does not fit.
 
     ``gate_up``, ``down``: (rows, columns) of the fused weight and of the down projection; ``()`` if missing.
     """
@@ -364,6 +367,7 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return {parameter: reason} for a pipeline stage's embeddings and output head, which AdamW updates.
 
     These are the parameters of tied layers, and the matrix of the pipeline's last layer if that layer has only one.
+    Empty if the model is not a pipeline stage.
     """
     if not is_pipeline(model):
         return {}
@@ -379,6 +383,6 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return those tied parameters of ``model`` that other pipeline stages have, too. All need equal updates."""
+    """Return the tied parameters of which other pipeline stages have copies; all copies need equal updates."""
     ties = model.tied_comms.values() if is_pipeline(model) else ()  # type: ignore[union-attr,operator]
     return {param for tie in ties if len(tie["ranks"]) > 1 for param in tie["module"].parameters()}

@@ -59,6 +59,7 @@ class Layer(NamedTuple):
 
     ``is_in_body``: whether it is in the body of a transformers model (its base model, which has no heads); ``None`` if
     there is no known body. ``is_in_block``: whether it is in a block that is repeated, such as ``layers.0.mlp``.
+    ``outputs``, ``inputs``: numbers of features.
     """
 
     param: nn.Parameter
@@ -86,7 +87,8 @@ def find_output_heads(
 ) -> OutputHeads:
     """Find the output heads of ``model``.
 
-    In a pipeline stage, a layer's place among the other layers is not used, because most of the model is elsewhere.
+    In a pipeline stage, a layer's place among the other layers is not used, because most of the model is elsewhere. Nor
+    is it in a model with a single matrix.
 
     Args:
         uses: each parameter of the model -> the places that use it.
@@ -101,7 +103,11 @@ def find_output_heads(
     taken = Counter(width for param, found in candidates.items() for width in _taken_inputs(param, found))
 
     def is_end(layer: Layer) -> bool:
-        """Return whether a layer is where a head may be, and no other layer takes its outputs, not even in parts."""
+        """Return whether a layer is where a head may be, and no layer seems to take its outputs as inputs.
+
+        A layer seems to take them if its number of inputs is that of the outputs, of one of 2, 3 or 6 equal parts of
+        them or, in a repeated block, of 2, 3 or 6 times as many.
+        """
         # A layer may take the outputs of a convolution as a flattened image, so for convolutions the name counts too.
         is_hidden = not layer.is_linear and not _WORDS.search(layer.path)
         if not _has_place(layer) or is_hidden or is_projection(layer.path.rpartition(".")[2]):
@@ -130,7 +136,10 @@ def _in_module_order(model: nn.Module, uses: Mapping[nn.Parameter, Sequence[Use]
 
 
 def _layer(param: nn.Parameter, use: Use, bodies: Mapping[str, str | None]) -> Layer | None:
-    """Return the linear layer or convolution at ``use`` whose weight is ``param``; ``None`` for another module."""
+    """Return the linear layer or convolution at ``use`` whose weight is ``param``; ``None`` for another module.
+
+    ``bodies``: from :func:`_bodies`.
+    """
     shape, module = whole_shape(param), use.module
     if is_convolution(module) and len(shape) > 2:
         outputs, inputs = shape[0], shape[1] * module.groups
@@ -208,8 +217,9 @@ def _last_of_sequence(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _counted(model: nn.Module, layers: Sequence[Layer], taken: Counter[int]) -> dict[nn.Parameter, str]:
-    """Return {weight: reason} for layers with as many outputs as the model has labels, or a side of vocabulary size.
+    """Return {weight: reason} for output heads by their size: that of the model's labels or vocabulary.
 
+    Such a layer has as many outputs as the model has labels, or as many outputs or inputs as it has tokens.
     ``taken``: number of inputs -> number of layers that take so many.
     """
     labels = {count for owner in _outermost(model) for name in LABELS if (count := first_number(owner, (name,))) > 1}
@@ -243,11 +253,13 @@ def _outermost(model: nn.Module) -> Iterator[Any]:
 
 
 def _with_ends(layers: Sequence[Layer], ends: Sequence[Layer], known: Mapping[nn.Parameter, str]) -> OutputHeads:
-    """Return the heads in ``known`` and those among ``ends``, the layers whose outputs no other layer takes.
+    """Return the output heads: those in ``known``, {weight: reason}, and some of ``ends``.
 
-    In a transformers model, those of ``ends`` that are outside of its body are heads. Without a known body, one of them
-    is a head if it is the last one in the model's last part, has a head's name, or has as many outputs as a head; and
-    all ``ends`` are uncertain: a model may join the outputs of several layers before the next one.
+    ``ends``: layers whose outputs no other layer takes. Outside the body of a transformers model (its base model, which
+    has no heads), all of them are heads. Without a known body, one of them is a head if it is the last one in the
+    model's last part (:func:`_last_end`), has a head's name, or has as many outputs as another head. All ``ends``
+    without a known body are uncertain, because a model may concatenate the outputs of several layers before the next
+    one. ``layers``: all layers, in the order of the model's modules.
     """
     last = _last_end(layers, ends)
     unclear = [layer for layer in ends if layer.is_in_body is None]
@@ -269,7 +281,7 @@ def _last_end(layers: Sequence[Layer], ends: Sequence[Layer]) -> Layer | None:
 
 
 def _bodies(model: nn.Module) -> dict[str, str | None]:
-    """Return {path of each transformers model in ``model``: path of its body}.
+    """Return {path of each transformers model in ``model``: path of its body, the base model without heads}.
 
     The two paths are equal for a model without heads. The body's path is ``None`` if it is unknown.
     """
@@ -286,7 +298,7 @@ def _bodies(model: nn.Module) -> dict[str, str | None]:
 
 
 def _is_in_body(path: str, bodies: Mapping[str, str | None]) -> bool | None:
-    """Return whether the layer at ``path`` is in the body of the innermost transformers model around it.
+    """Return whether the layer at ``path`` is in the body (base model) of the innermost transformers model around it.
 
     Return ``None`` without such a model, or if its body is unknown. ``bodies``: from :func:`_bodies`.
     """

@@ -47,9 +47,9 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
-    """Return (the user's module, DDP's process group) of a model that DDP or ``torch.compile`` may have wrapped.
+    """Return (the module inside DDP, DDP's process group), also for a DDP model in ``torch.compile``.
 
-    The process group is ``None`` without DDP. Raise UnsupportedError if FSDP or DTensors shard the parameters.
+    Without DDP, return (``model``, ``None``). Raise UnsupportedError if FSDP or DTensors shard the parameters.
     """
     inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     is_ddp = isinstance(inner, DistributedDataParallel)
@@ -133,7 +133,10 @@ MAX_LISTED = 3
 
 
 def head_note(specs: Iterable[MatrixSpec]) -> str:
-    """Return a text on the matrices whose place in the model alone tells if they are output heads; "" without any."""
+    """Return a note for the log on the matrices for which only their place tells whether they are output heads.
+
+    Return "" if there are none.
+    """
     unsure = [spec for spec in specs if spec.is_unsure]
     heads, others = ([spec.name for spec in unsure if spec.use_muon is use_muon] for use_muon in (False, True))
     texts = [
@@ -258,6 +261,7 @@ def _route_by_rules(
 
 
 def _route_of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> Route:
+    """Return the route of a parameter that is not 2-D. ``conv``: the option ``muon_conv``."""
     kind = type(use.module).__name__
     if is_convolution(use.module) and len(shape) > 2:
         if getattr(use.module, "groups", 1) > 1:
@@ -271,6 +275,7 @@ def _route_of_more_dimensions(shape: tuple[int, ...], use: Use, conv: str) -> Ro
 
 
 def _router(use: Use) -> str | None:
+    """Return why a parameter belongs to the router of a mixture of experts; ``None`` if it does not."""
     parts, kind = use.path.split("."), type(use.module).__name__
     if any("router" in part.lower() for part in parts[-2:]) or "Router" in kind or parts[-2:] == ["gate", "wg"]:
         return "MoE router"

@@ -95,7 +95,8 @@ class Use(NamedTuple):
     def projection(self) -> tuple[str, nn.Module]:
         """Return (name, containing module) of the parameter's linear module, such as ("q_proj", attention module).
 
-        In ``nn.MultiheadAttention`` the parameter itself takes the place of the linear module.
+        ``nn.MultiheadAttention`` has no linear modules for its inputs, so return the parameter's own name and module,
+        such as ("in_proj_weight", attention module).
         """
         if isinstance(self.module, nn.MultiheadAttention):
             return self.attribute, self.module

@@ -94,8 +94,9 @@ class QKClip:
     def bind(self, partitions: Iterable[Partition], group: Any, device: torch.device) -> None:
         """Find the heads' weights in the optimizer's tensors. Call it again when these tensors are replaced.
 
-        ``partitions``: the :class:`Partition` of each parameter group. ``group``: process group of the ranks that train
-        the same layers; ``None``: all ranks. ``device``: the device on which :meth:`begin_step` calls its collective.
+        ``partitions``: for each parameter group a :class:`Partition`, which says where in this rank's tensors each
+        parameter is. ``group``: process group of the ranks that train the same layers; ``None``: all ranks. ``device``:
+        the device on which :meth:`begin_step` calls its collective.
         """
         self._group, self._device = group, device
         self._head_parts.clear()
@@ -173,9 +174,10 @@ class QKClip:
     ) -> None:
         """Scale the weights of heads whose logits are too large. Call it right after ``tensors`` have been updated.
 
-        ``tensors``: the ``params`` of one parameter group; under ZeRO, this rank's flat shards. ``plan``: the group's
-        plan if Muon updates it; ``None`` if AdamW does. ``absent``: names of matrices without a gradient in this step,
-        which are not scaled. ``kernels`` round bf16 weights stochastically. ``work`` allocates temporaries.
+        ``tensors``: the ``params`` of one parameter group; under ZeRO, this rank's flat shards. ``absent``: names of
+        Muon's matrices without a gradient in this step, which are not scaled. ``plan``: says where in ``tensors`` these
+        are; ``None`` if AdamW updates the group. ``kernels`` round bf16 weights stochastically. ``work`` allocates
+        temporaries.
         """
         scaled = []
         for tensor in tensors:
@@ -204,7 +206,8 @@ class QKClip:
     def _unchanged(self, tensors: Sequence[Tensor], plan: Plan | None, absent: Set[str]) -> Iterator[Tensor]:
         """Yield views of the weights that must not be scaled, because their matrix has no gradient in this step.
 
-        Each is this rank's part, in ``tensors``, of a matrix named in ``absent`` that may contain weights of heads.
+        Each is a part of a matrix named in ``absent`` that this rank holds in ``tensors``. Matrices of parameters
+        without weights of heads are left out.
         """
         for bucket in plan.buckets if plan and absent else ():
             for run in bucket.runs:

@@ -54,7 +54,7 @@ class Visible:
 
     @property
     def is_prefix(self) -> bool:
-        """Return whether each query sees a prefix of the keys: all keys from the first to some last one."""
+        """Return whether each query sees all keys from the first to some last one, or none: a prefix of the keys."""
         return self.mask is None and self.documents is None and self.window[0] < 0
 
     def last_keys(self, queries: int, keys: int) -> Tensor:

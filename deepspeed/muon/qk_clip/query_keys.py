@@ -38,8 +38,9 @@ _NORM = re.compile(
 class HeadWeights(NamedTuple):
     """The weights or biases of a parameter that compute one head's queries or keys.
 
-    ``head``: index of the query head, or of the key head, over all tensor-parallel ranks. ``block``: where the weights
-    are in the parameter as this tensor-parallel rank has it, before ZeRO partitions it.
+    ``role``: "query", "key" or, for the rotary part of a query in latent attention, "rotary". ``head``: index of the
+    query head, or of the key head, over all tensor-parallel ranks. ``block``: where the weights are in the parameter as
+    this tensor-parallel rank has it, before ZeRO partitions it.
     """
 
     role: Role
@@ -50,7 +51,7 @@ class HeadWeights(NamedTuple):
 class _Outputs(NamedTuple):
     """``size`` adjacent outputs of a projection, such as the queries of one head.
 
-    ``role``: what they are, "query", "key" or "rotary" (the rotary part of a latent query); ``None`` for values.
+    ``role``: "query", "key" or, for the rotary part of a query in latent attention, "rotary"; ``None`` for values.
     ``head``: index of the query head, or of the key head.
     """
 
@@ -115,7 +116,10 @@ def attention_layers(model: nn.Module, trained: Collection[nn.Parameter] | None 
 
 
 def _is_unknown_attention(module: nn.Module, trained: Set[nn.Parameter]) -> bool:
-    """Return whether a module's class is named like softmax attention, and it or a child of it has trained matrices."""
+    """Return whether a module's class is named like softmax attention, and it or a child of it has trained matrices.
+
+    If no queries and keys are found in such a module, QK-clip raises an error instead of skipping it silently.
+    """
     is_attention = isinstance(module, nn.MultiheadAttention) or type(module).__name__.endswith("Attention")
     own = [*module.parameters(recurse=False), *(p for child in module.children() for p in child.parameters(False))]
     return is_attention and not is_linear_attention(module) and any(p in trained and p.ndim == 2 for p in own)
@@ -140,7 +144,10 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
 def _attention(
     name: str, module: nn.Module, projections: Mapping[str, nn.Module], model: nn.Module, trained: Set[nn.Parameter]
 ) -> Attention:
-    """Return the heads of attention module ``module``. Raise ValueError with the reason if QK-clip cannot act on it."""
+    """Return the heads of attention module ``module``. Raise ValueError with the reason if QK-clip cannot act on it.
+
+    ``name``: name of the module. ``projections``: {name: child} for the children that compute its queries and keys.
+    """
     for child, _ in module.named_children():
         if _NORM.search(child):
             raise ValueError(
@@ -182,7 +189,10 @@ def _attention(
 def _parts(
     leaf: str, projection: Any, module: nn.Module, model: nn.Module, heads: Heads, latent: bool
 ) -> Sequence[_Outputs]:
-    """Return which outputs of a projection of attention module ``module`` belong to which head, in their order.
+    """Return which outputs of a projection belong to which head of attention module ``module``.
+
+    The result lists all outputs in order. If each of 2 heads has 64 queries, those of ``q_proj`` are
+    ``[_Outputs(64, "query", 0), _Outputs(64, "query", 1)]``.
 
     ``leaf``: name of the projection, such as ``q_proj``. ``heads``: number and widths of the module's heads.
     ``latent``: whether the module computes latent attention. Raise ValueError if the outputs do not fit the heads.
@@ -213,6 +223,11 @@ def _parts(
 def _fused(
     leaf: str, shape: Sequence[int], axis: int, module: nn.Module, model: nn.Module, heads: Heads
 ) -> Iterator[_Outputs]:
+    """Do the same as :func:`_parts` for a projection ``leaf`` that computes queries, keys and values.
+
+    ``shape``, ``axis``: shape of its weight before tensor parallelism, and the axis of its outputs. Raise ValueError if
+    the order of the outputs is unknown.
+    """
     known = None if is_a(module, DEVICE_CLASSES) else cut_fused(leaf, shape, axis, module, model)
     if known is None or known[1] != QKV:
         raise ValueError(

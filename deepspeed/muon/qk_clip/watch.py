@@ -120,7 +120,7 @@ def remove_hooks(hooks: Iterable[RemovableHandle]) -> None:
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """The torch function mode that records, in ``seen``, the queries and keys of attention calls made within it."""
+    """The torch function mode that records, in ``seen``, queries, keys and masks of attention calls made within it."""
 
     def __init__(self) -> None:
         super().__init__()

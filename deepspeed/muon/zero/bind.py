@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bind the optimizer to an engine: compare the ranks, read ZeRO's layout, plan the exchange, create the state."""
+"""Bind the optimizer to an engine: compare the ranks, read ZeRO's layout, plan communication, create the state."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def bind_engine(engine: Any) -> None:
 
 
 def _support_universal_checkpoints(adapter: Adapter) -> None:
-    """Make the adapter's engine load universal checkpoints, and save what DeepSpeed's converter needs."""
+    """Make the adapter's engine load universal checkpoints, and save the version that DeepSpeed's converter needs."""
     engine = adapter.engine
     if getattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, None) is None:
         info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
@@ -174,6 +174,7 @@ def compare_plans(engine: Any) -> None:
 
 
 def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
+    """Return facts about this rank, such as hashes of its config and parameter groups, for :func:`_judge_settings`."""
     groups = [{key: value for key, value in g.items() if key in COMPARED_KEYS} for g in optimizer.param_groups]
     routes = sorted(f"{s.name}{s.whole}{s.use_muon}{s.blocks}" for s in optimizer.specs.values())
     return {
@@ -193,7 +194,7 @@ def _facts(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
 
 
 def _machine() -> str:
-    """Return a name of this machine. Containers on different machines may have equal host names."""
+    """Return a text that identifies this machine: its boot id, because host names of containers may be equal."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.exists() else socket.gethostname()
 
@@ -221,10 +222,10 @@ def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> 
 
 
 def _judge_settings(of_ranks: list[Facts]) -> Facts:
-    """Compare the facts of all ranks. Return ``{"error": message}`` if they differ.
+    """Compare the facts of all ranks (:func:`_facts`, in rank order). Return ``{"error": message}`` if they differ.
 
-    Otherwise return what :func:`agree_on_settings` returns, and ``unused_options``: a list of error messages about
-    options that have no effect in any pipeline stage.
+    Otherwise return the facts that :func:`agree_on_settings` returns, and in addition ``unused_options``: a list of
+    error messages about options that have no effect in any pipeline stage.
     """
     of_all = {
         "version": "the deepspeed-muon version",
@@ -260,6 +261,11 @@ def _judge_settings(of_ranks: list[Facts]) -> Facts:
 
 
 def _kernel_facts(setting: str, kinds: list[str], device_type: str) -> Facts:
+    """Return this rank's facts about kernels, for :func:`_judge_kernels`.
+
+    ``unavailable``: {each device type in ``kinds``: why this rank cannot use its fast kernels, or ``None``}. ``dtype``:
+    in which dtype this rank would run Newton-Schulz on ``device_type``. ``setting``: the config key ``kernels``.
+    """
     unavailable = selection.unavailable_kernels(setting, kinds)
     return {"unavailable": unavailable, "dtype": selection.fast_dtype(device_type, unavailable)}
 
@@ -267,8 +273,9 @@ def _kernel_facts(setting: str, kinds: list[str], device_type: str) -> Facts:
 def _judge_kernels(of_ranks: list[Facts]) -> Facts:
     """Merge the facts of all ranks about kernels (:func:`_kernel_facts`).
 
-    Return for example ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``: {device type:
-    why a rank cannot use its fast kernels, or ``None``}, and the most exact of the ranks' dtypes of Newton-Schulz.
+    Return for example ``{"unavailable": {"cpu": "rank 1: there is no C++ compiler"}, "dtype": "fp32"}``.
+    ``unavailable``: {device type: why some rank cannot use its fast kernels, or ``None`` if all can}. ``dtype``: the
+    most exact of the dtypes that the ranks would choose for Newton-Schulz.
     """
     unavailable: dict[str, str | None] = {}
     for rank, local in enumerate(of_ranks):
@@ -282,9 +289,10 @@ ADAPTERS: dict[str, type[Adapter]] = {adapter.CLASS: adapter for adapter in (Sta
 
 
 def adapter_for(engine: Any, optimizer: MuonWithAuxAdam) -> Adapter:
-    """Return a new adapter for the wrapper that DeepSpeed put around ``optimizer``; :class:`Plain` if there is none.
+    """Return a new :class:`Adapter`, the interface to the wrapper that DeepSpeed put around ``optimizer``.
 
-    Raise UnsupportedError if no adapter serves this class of wrapper.
+    The wrapper is ZeRO's, for example. Without a wrapper, return a :class:`Plain`. Raise UnsupportedError if no adapter
+    supports the wrapper's class.
     """
     if engine.optimizer is optimizer:
         return Plain(engine, optimizer)

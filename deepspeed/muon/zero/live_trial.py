@@ -63,7 +63,7 @@ def run_trial(local: Facts) -> Facts | None:
     """Train at each ZeRO stage of :data:`STAGES`, on all ranks; a collective.
 
     Return on rank 0 {"trial": the result of :func:`train_all_stages`, "ranks": a list of each rank's ``local``}. Return
-    ``None`` on other ranks. ``local``: what the report compares between ranks, such as versions.
+    ``None`` on other ranks. ``local``: facts about this rank that the report compares between ranks, such as versions.
     """
     is_joined = torch.distributed.is_initialized()
     result = {"trial": train_all_stages(), "ranks": gathered(local)}
@@ -106,6 +106,10 @@ def _train_in_one_process(model: nn.Module, world_size: int, dtype: str) -> dict
 
 
 def _of_all_ranks(stage: int, model: nn.Module, expected: Expected) -> Facts:
+    """Train a copy of ``model`` at ZeRO ``stage`` on all ranks; a collective.
+
+    Return ``problem`` (of all ranks), ``error`` and ``step_ms`` (the largest), as :func:`train_all_stages` describes.
+    """
     try:
         of_rank = _train(stage, model, expected)
     except Exception as error:  # it is reported, and other stages may still work

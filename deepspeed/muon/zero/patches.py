@@ -112,7 +112,8 @@ def without_double_clipping(
 def _keep_user_tags() -> None:
     """Patch ``deepspeed.set_optimizer_flags``, which would overwrite the ``use_muon`` tags that the script has set.
 
-    With Muon in the config, the function then only calls :func:`check_patterns`.
+    With Muon in the config, the patched function sets no tags. It only checks, with :func:`check_patterns`, that
+    patterns such as ``muon_include`` match a parameter.
     """
     # Not in install(), which runs before deepspeed/__init__.py defines the function.
     deepspeed = sys.modules["deepspeed"]
@@ -173,9 +174,9 @@ def _configure_optimizer(original: Callable, self: Any, client_optimizer: Any, m
 
 
 def _import_stocks_muon() -> None:
-    """Import the module of stock DeepSpeed's Muon, which ZeRO imports too.
+    """Import the module of stock DeepSpeed's Muon before ZeRO does, but without loading torch's compiler.
 
-    Its functions are compiled only if they are called, because loading torch's compiler takes a second.
+    Loading the compiler takes a second. It is put off until a function that the module compiles is first called.
     """
 
     def compile_at_first_call(compile: Callable, *args: Any, **kwargs: Any) -> Callable:
@@ -189,7 +190,7 @@ def _import_stocks_muon() -> None:
 
 
 def _build_and_check(engine: Any, build: Callable, model_parameters: Any) -> Any:
-    """Return the optimizer that the script's function ``build`` makes, after :func:`_check_client`; a collective."""
+    """Build the optimizer with the script's function ``build``, check it, and return it; a collective."""
     note_tp_rank(engine)
     optimizer = build(model_parameters)
     _check_client(engine, optimizer)
@@ -254,7 +255,7 @@ def _get_optimizer_param(original: Callable, self: Any, name: str) -> list[Any]:
 
 
 def _destroy(original: Callable, self: Any) -> None:
-    """Replace ``DeepSpeedEngine.destroy``: call the original, then :meth:`Adapter.release`."""
+    """Replace ``DeepSpeedEngine.destroy``: call the original, then release what it leaves (:meth:`Adapter.release`)."""
     original(self)
     self.muon_adapter.release()
 
@@ -334,9 +335,9 @@ def uninstall() -> None:
 
 
 def activate() -> None:
-    """Call :func:`install`, and log its SeamError instead of raising it. Importing the package calls this.
+    """Patch DeepSpeed (:func:`install`). If it lacks a needed attribute, log the SeamError instead of raising it.
 
-    The error is raised later, when an engine whose config asks for Muon is built.
+    The error is raised later, when an engine whose config asks for Muon is built. Importing the package calls this.
     """
     try:
         install()

@@ -55,7 +55,7 @@ def _setting(ds_config: Any, key: str, default: Any = None) -> Any:
 def offload_device(ds_config: Any, section_key: str) -> str:
     """Return ``"cpu"``, ``"nvme"`` or ``"none"``: the device to which a ``DeepSpeedConfig`` offloads.
 
-    ``section_key``: either ``"offload_optimizer"`` or ``"offload_param"``.
+    ``section_key``: what is offloaded, either ``"offload_optimizer"`` or ``"offload_param"``.
     """
     device = _setting(ds_config, f"zero_optimization.{section_key}.device", "none")
     return str(getattr(device, "value", device))
@@ -84,11 +84,20 @@ def _is_scaled(ds_config: Any) -> bool:
 
 
 def _forbidden(key: str, advice: str, first_stage: int = 0) -> Rule:
-    """Return a :data:`Rule` that refuses a true value of the dotted ``key``, from ZeRO stage ``first_stage`` on."""
+    """Return a :data:`Rule` that refuses a true value of the dotted ``key``, from ZeRO stage ``first_stage`` on.
+
+    ``advice``: the end of the error message, which says why and what to change.
+    """
     return key, lambda c: bool(_setting(c, key)) and _stage(c) >= first_stage, advice
 
 
 def _nvme_rules(section_key: str, kept: str, instead: str) -> tuple[Rule, Rule]:
+    """Return a :data:`Rule` that refuses offload to NVMe below ZeRO stage 3, and one that refuses it without a path.
+
+    ``section_key``: either ``"offload_optimizer"`` or ``"offload_param"``. ``kept``: what this section offloads.
+    ``instead``: what to set below stage 3, for the error message.
+    """
+
     def applies(ds_config: Any) -> bool:
         return _stage(ds_config) > 0 and offload_device(ds_config, section_key) == "nvme"
 
@@ -167,6 +176,7 @@ MOMENTUM_DTYPE = "optimizer.params.momentum_dtype"
 
 
 def _momentum_problems(ds_config: Any, settings: MuonConfig) -> Iterator[str]:
+    """Yield an error message for each of DeepSpeed's settings that contradicts the setting ``momentum_dtype``."""
     stays = _setting(ds_config, "zero_optimization.save_muon_momentum_buffer_in_memory")
     if settings.momentum_dtype != "fp32" and offload_device(ds_config, "offload_optimizer") == "nvme" and not stays:
         yield (
@@ -266,7 +276,11 @@ KEY = "muon_changed_model"
 
 
 def refuse_load_by_name(engine: Any) -> None:
-    """Raise CheckpointError if the engine cannot load by parameter names. Call it before such a load."""
+    """Raise CheckpointError if the engine cannot load a checkpoint of a changed model by parameter names.
+
+    It cannot in a pipeline, under tensor parallelism, and with experts that differ between ranks. Call it before such a
+    load.
+    """
     unsupported = {
         "pipelines": engine.pipeline_parallelism,
         "tensor parallelism": tp_rank(engine)[1] > 1,
@@ -344,9 +358,9 @@ def _sub_group_sizes(engine: Any, group: dict[str, Any]) -> list[int]:
 
 
 def _buffers_per_sub_group(group: dict[str, Any], ds_config: Any) -> int:
-    """Return how many swap buffers each sub-group of a parameter group needs in its step.
+    """Return how many of DeepSpeed's NVMe swap buffers each sub-group of a parameter group needs in its step.
 
-    It needs one for the weights, one for the gradient and one for each optimizer state that is swapped.
+    A sub-group needs one for its weights, one for its gradient and one for each optimizer state that is swapped.
     """
     if not group["use_muon"]:
         return 4
@@ -372,6 +386,7 @@ def buffers_needed(ds_config: Any, sizes: Sizes) -> int:
 
 
 def _optimizer_problems(ds_config: Any, sizes: Sizes) -> Iterator[str]:
+    """Yield error messages about the buffers of ``offload_optimizer``: too few, or more memory than can be locked."""
     section, needed = ds_config.zero_config.offload_optimizer, buffers_needed(ds_config, sizes)
     if section.buffer_count < needed:
         window = 1 + section.pipeline_read + section.pipeline_write
@@ -386,6 +401,7 @@ def _optimizer_problems(ds_config: Any, sizes: Sizes) -> Iterator[str]:
 
 
 def _param_problems(ds_config: Any, sizes: Sizes, world_size: int) -> Iterator[str]:
+    """Yield error messages about the buffers of ``offload_param``: too small, or more memory than can be locked."""
     section, params = ds_config.zero_config.offload_param, [p for group, _ in sizes for p in group["params"]]
     parts = [(_elements_per_rank(p, world_size), p.element_size()) for p in params]
     largest = max((part for part, itemsize in parts if part * itemsize >= swap_threshold(ds_config)), default=0)
@@ -412,6 +428,7 @@ def _lock_problems(key: str, needed_bytes: int) -> Iterator[str]:
 
 
 def _may_lock() -> bool:
+    """Return whether this process may lock any amount of memory (``CAP_IPC_LOCK``); True if that is unknown."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -421,7 +438,10 @@ def _may_lock() -> bool:
 
 
 def _path_problems(section_key: str, nvme_path: Path) -> Iterator[str]:
-    """Yield an error message if no file can be written with direct I/O in the ``nvme_path`` of a section."""
+    """Yield an error message if no file can be written with direct I/O in the folder ``nvme_path``.
+
+    ``section_key``: section that names the folder, either ``"offload_optimizer"`` or ``"offload_param"``.
+    """
     try:
         Path(nvme_path).mkdir(parents=True, exist_ok=True)
         probe = Path(nvme_path) / f".deepspeed_muon_{os.getpid()}"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section ``scheduler`` of a ds_config: what it sets, and how to build its scheduler for groups with unequal rates.
 
-A learning rate in a DeepSpeed schedule, such as ``warmup_max_lr``, replaces ``lr`` if the config sets it, otherwise
-``muon_lr``. The rates of parameter groups with another ``lr`` change by the same factor. A list has one value for each
-group that the user passed, or for each of the groups (Muon's and AdamW's) into which the optimizer has split these.
+A learning rate in a DeepSpeed schedule, such as ``warmup_max_lr``, replaces ``optimizer.params.lr`` or, if that is not
+set, ``muon_lr``. The rates of all parameter groups are multiplied by the same factor, so that their ratios stay. In
+place of one number the config may give a list, with one value for each group that the user passed, or for each of the
+groups (Muon's and AdamW's) into which the optimizer has split these.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Keys(NamedTuple):
 
     Args:
         rates: parameters that are learning rates. The last of them replaces the optimizer's learning rate.
-        momenta: parameters for the lowest and the highest momentum of a schedule that cycles it by default.
+        momenta: parameters for the lowest and the highest momentum; empty if the schedule does not cycle the momentum.
         has_rate_per_group: whether DeepSpeed, not torch, implements the schedule. Then this package replaces a number
             in ``rates`` with a list of one learning rate for each parameter group.
     """
@@ -47,7 +48,7 @@ SCHEDULES = {
 
 
 def _rates_per_group(name: str) -> tuple[str, ...]:
-    """Return the parameters of the schedule ``name`` for which DeepSpeed takes a list with one rate for each group."""
+    """Return the parameters of the schedule ``name`` that DeepSpeed accepts as a list of one rate for each group."""
     keys = SCHEDULES.get(name)
     return keys.rates if keys and keys.has_rate_per_group else ()
 
@@ -96,7 +97,7 @@ def momentum_note(schedule: Schedule) -> str:
 
 
 def rate_warning(schedule: Schedule, config: MuonConfig) -> str:
-    """Return a warning if the schedule overrides another learning rate in ``optimizer.params``; otherwise ``""``."""
+    """Return a warning if the schedule replaces a different learning rate in ``optimizer.params``; otherwise ``""``."""
     # As in `MuonConfig.reference_lr`, which is the rate that a schedule replaces.
     rates = {"lr": config.lr, "muon_lr": config.muon_group()["lr"], "adam_lr": config.adam_group()["lr"]}
     key, lr = next(((key, lr) for key, lr in rates.items() if lr), ("", 0.0))
@@ -199,7 +200,10 @@ def check_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _check_cycle(params: dict[str, Any], is_logging_rank: bool) -> None:
-    """Raise MuonConfigError if OneCycle's momentum is outside [0, 1); warn if ``decay_mom_rate`` will raise it to 1."""
+    """Raise MuonConfigError if OneCycle's momentum is outside [0, 1); warn if ``decay_mom_rate`` will raise it to 1.
+
+    ``params``: the schedule's parameters in the config.
+    """
     numbers = _defaults("OneCycle") | params
     for key in ("cycle_min_mom", "cycle_max_mom"):
         values = numbers[key] if isinstance(numbers[key], (list, tuple)) else [numbers[key]]

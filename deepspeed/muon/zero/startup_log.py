@@ -83,7 +83,7 @@ def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
 
 
 def _elements(specs: list[MatrixSpec]) -> int:
-    """Return the number of elements of the parameters in ``specs``. A sharded parameter counts as a whole."""
+    """Return how many elements the parameters in ``specs`` have, before tensor parallelism or ZeRO shards them."""
     return sum(math.prod(spec.whole) for spec in specs)
 
 
@@ -97,7 +97,10 @@ def _line_prefix(engine: Any, optimizer: MuonWithAuxAdam) -> str:
 
 
 def _update_phrases(optimizer: MuonWithAuxAdam, matrices: list[MatrixSpec]) -> tuple[str, ...]:
-    """Return phrases for the log on how a step changes the weights: the RMS of an update, options such as QK-clip."""
+    """Return phrases for the log on how a step changes the weights: the RMS of an update, options such as QK-clip.
+
+    The RMS is that of one parameter, the one of median size in ``matrices`` (the parameters that Muon updates).
+    """
     config = optimizer.config
     whole = sorted((spec for spec in matrices if spec.blocks), key=lambda spec: math.prod(spec.whole))
     typical = whole[len(whole) // 2]
@@ -118,6 +121,7 @@ def _size_of_updates(config: MuonConfig) -> str:
 
 
 def _where_and_in(optimizer: MuonWithAuxAdam) -> str:
+    """Return a phrase for the log: on which device and in which dtype Newton-Schulz runs, and why in this dtype."""
     return f"Newton-Schulz on {optimizer.exchange.device.type} in {optimizer.ns_dtype} ({_why_dtype(optimizer)})"
 
 
@@ -192,6 +196,7 @@ def _log_schedule(engine: Any, optimizer: MuonWithAuxAdam) -> None:
 
 
 def _warn_of_no_decay(optimizer: MuonWithAuxAdam) -> None:
+    """Warn of options that change how Muon's weight decay works, if the weight decay of all Muon groups is 0."""
     decays = [group["weight_decay"] for group in optimizer.param_groups if group["use_muon"]]
     for key in ("cautious_weight_decay", "muon_weight_decay_steps"):
         if getattr(optimizer.config, key) and decays and not any(decays):

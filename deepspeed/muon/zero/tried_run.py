@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs in a process that ``ds_muon try`` has started: change the optimizer and its learning rate, record N steps.
 
-Nothing happens unless the environment variable :data:`VARIABLE` names a file. The user's script is not changed;
-DeepSpeed is patched where it reads the config, builds the optimizer and takes a step.
+``ds_muon try`` runs the user's script for a few steps with AdamW, and with Muon at several rates, and compares the
+losses. Each run is a *variant*. Nothing happens unless the environment variable :data:`VARIABLE` names a file. The
+user's script is not changed; DeepSpeed is patched where it reads the config, builds the optimizer and takes a step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ENGINE = "deepspeed.runtime.engine"
 
 
 def replacements() -> dict[Seam, Callable]:
-    """Return {attribute: function that replaces it} if ``ds_muon try`` has started this process, otherwise ``{}``."""
+    """Return {DeepSpeed's attribute: its replacement} if ``ds_muon try`` has started this process, otherwise ``{}``."""
     file = os.environ.get(VARIABLE)
     if not file:
         return {}
@@ -77,18 +78,22 @@ class TriedRun:
         self._steps, self._is_over = 0, False
 
     def read_config(self, original: Callable, config: Any, param_dict: dict[str, Any]) -> None:
-        """Replace ``DeepSpeedConfig._initialize_params``: apply ``changes`` to a ds_config that has an optimizer."""
+        """Replace ``DeepSpeedConfig._initialize_params``: if the variant uses Muon, apply its ``changes`` first.
+
+        A ds_config without an optimizer stays as it is.
+        """
         if self._variant["muon"] and param_dict.get("optimizer"):
             param_dict = {**param_dict, **self._variant["changes"]}
         original(config, param_dict)
 
     def configure_optimizer(self, original: Callable, engine: Any, client: Any, parameters: Any) -> None:
-        """Replace ``DeepSpeedEngine._configure_optimizer``: also let each step multiply the learning rates.
+        """Replace ``DeepSpeedEngine._configure_optimizer``: choose the optimizer, and multiply its learning rates.
 
-        The rates are multiplied by the variant's ``factor`` before the optimizer's step, and restored after it. If the
-        script passes its own AdamW and the variant uses Muon, the engine gets a MuonWithAuxAdam with AdamW's settings.
-        The AdamW's parameter groups become views of Muon's, so that a schedule on either works. Raise SettingsError if
-        the script passes another optimizer.
+        The rates are multiplied by the variant's ``factor`` before each step of the optimizer, and restored after it.
+
+        If the script passes its own AdamW, ``client``, and the variant uses Muon, the engine gets a MuonWithAuxAdam
+        with AdamW's settings. Both then share their parameter groups, so that a schedule on either works. Raise
+        SettingsError if the variant uses Muon and the script passes an optimizer other than AdamW or Adam.
         """
         factor = self._variant["factor"]
         if client is not None:
@@ -118,7 +123,7 @@ class TriedRun:
     def backward(self, original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace ``DeepSpeedEngine.backward``: add the loss that it returns to the sum for the current step.
 
-        The returned loss is already divided by the number of micro-batches.
+        The returned loss is already divided by the number of micro-batches, so that the sum is their mean.
         """
         loss = original(engine, *args, **kwargs)
         self._losses[engine] = self._losses.get(engine, 0.0) + loss.detach().float()
@@ -151,6 +156,10 @@ class TriedRun:
             raise SystemExit(0)
 
     def _begin(self, engine: Any) -> None:
+        """Record this engine from now on: check that its run starts at step 0, and write the first line of the records.
+
+        Raise SettingsError if the script has loaded a checkpoint, or uses Muon in a variant that needs AdamW.
+        """
         self._engine = engine
         if engine.global_steps:
             raise SettingsError(
@@ -211,7 +220,10 @@ def _elements(group: Mapping[str, Any]) -> int:
 
 
 def _share_groups(client: torch.optim.Optimizer, muon: MuonWithAuxAdam) -> None:
-    """Let a schedule set the rates of both optimizers, whether the script builds it on ``client`` or on ``muon``."""
+    """Let a schedule set the rates of both optimizers, whether the script builds it on ``client`` or on ``muon``.
+
+    ``client``: the AdamW that the script has built. ``muon``: the optimizer that the engine uses in its place.
+    """
     for group, theirs in zip(muon.given.param_groups, client.param_groups, strict=True):
         for key in theirs.keys() - {"params"}:  # a schedule may keep values of its own there
             group[key] = theirs[key]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take weights and optimizer states of another run by parameter name: read DeepSpeed's files, match, write.
+"""Load weights and optimizer states of another run by parameter name: read its files, match parameters, write.
 
 ``"checkpoint": {"muon_changed_model": "match"}`` in the ds_config allows loading a checkpoint of a run whose model,
 parameter groups, ZeRO stage or number of ranks were different. ``ds_muon import`` converts a checkpoint of stock
 DeepSpeed's Muon to a universal checkpoint.
 
-This package, DeepSpeed's AdamW and stock DeepSpeed's Muon save the same files. Only the momentum of stock DeepSpeed's
-Muon is stored differently. The file of a rank contains:
+This package, DeepSpeed's AdamW and stock DeepSpeed's Muon save the same kinds of files. Only the momentum of stock
+DeepSpeed's Muon is stored differently. The file of a rank contains:
 
 =====================================  ===========================================================================
 stage 3; stages 1 and 2 with offload,  the rank's part of the momentum, laid out like its fp32 weights
 ``BF16_Optimizer``
-stages 1 and 2                         the whole momentum of each matrix of which the rank holds a part, one by one
+stages 1 and 2                         the whole momentum of each matrix that the rank holds a part of, concatenated
 =====================================  ===========================================================================
 
 Under fp16 without offload this momentum is multiplied by the loss scale; :meth:`SavedFiles.read` divides by it.
@@ -45,9 +45,15 @@ from deepspeed.muon.zero.wrappers import stage3, stage12
 WEIGHT, MOMENTUM = "fp32", "exp_avg"
 #: Whether Muon updates a parameter -> the keys of its state.
 KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
-#: What becomes of a parameter's state -> the end of its text in the log.
+#: What happens to a parameter's state -> the end of its text in the log.
 ENDS = {"kept": "", "zero": ", state at zero", "first_moment": ", momentum from the first moment"}
 TO_MUON = "moved from AdamW to Muon"
+#: What a user can do about parameters that cannot be imported: those with another optimizer, and those of another model.
+SAME_ROUTING = (
+    "Assign parameters as in the other run, with muon_include and muon_exclude, or start the state of those that moved "
+    'at zero: "import_momentum": "zero"'
+)
+SAME_MODEL = "Load it into the model that was saved"
 #: Key in a universal checkpoint's ``optimizer_state.pt``: the optimizer whose checkpoint ``ds_muon import`` converted.
 ORIGIN = "deepspeed_muon_origin"
 #: Keys of a model file that DeepSpeed does not count among the script's ``client_state``.
@@ -79,12 +85,13 @@ class SavedFiles:
     """:class:`States` that are read from the folder of one tag, as DeepSpeed saves it at any ZeRO stage.
 
     Attributes:
-        saved_parts: {parameter name: {"fp32" (the weight) or a key from :data:`KEYS`: each rank's part, in order}}.
+        saved_parts: {parameter name: {key: parts to concatenate, in rank order}}. The key is "fp32" for the weight, or
+            that of a state, such as "exp_avg" or "momentum_buffer".
         model_state: the contents of the first model file.
         groups: the saved parameter groups.
         saved_by: "deepspeed-muon", "stock's Muon" (stock DeepSpeed's) or "AdamW".
         stage: ZeRO stage of the saved run.
-        loss_scale: number by which the saved momentum is multiplied.
+        loss_scale: number by which the momentum in the files is multiplied; usually 1.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -144,8 +151,9 @@ class SavedFiles:
     def _add(self, name: str, use_muon: bool, flat_states: Mapping[str, Tensor], part: slice = slice(None)) -> None:
         """Append one rank's part of a parameter's weight and states to ``saved_parts``.
 
-        It is the slice ``part`` of the rank's flat tensors, ``flat_states``. ``use_muon``: whether Muon updated the
-        parameter; ignored for the files of deepspeed-muon, which list Muon's parameters.
+        ``flat_states``: {"fp32" or key of a state: the rank's flat tensor}. ``part``: the slice of these tensors that
+        belongs to the parameter. ``use_muon``: whether Muon updated the parameter; ignored for files that
+        deepspeed-muon saved, because they list Muon's parameters.
         """
         use_muon = name in self._matrices if self.is_ours else use_muon
         for key in (WEIGHT, *KEYS[use_muon]):
@@ -195,7 +203,8 @@ class SavedFiles:
     def _add_stage0(self, outer: Mapping[str, Any], module_state: Mapping[str, Tensor]) -> None:
         """Add the weights and optimizer states of a stage-0 checkpoint to ``saved_parts``.
 
-        Raise ImportStateError if its groups lack parameter names, which only deepspeed-muon saves at stage 0.
+        ``outer``: the saved state of the optimizer or of its wrapper. ``module_state``: {name: tensor} of the model.
+        Raise ImportStateError if the parameter groups lack parameter names, which only deepspeed-muon saves at stage 0.
         """
         base, names = outer.get("optimizer_state_dict", outer), [group.get(NAMES, ()) for group in self.groups]
         if [*map(len, names)] != [len(group["params"]) for group in self.groups]:
@@ -211,6 +220,7 @@ class SavedFiles:
 
 
 def _by_rank(files: Iterator[Path]) -> list[Path]:
+    """Return the files of one checkpoint folder, sorted by the rank numbers in their names."""
     return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.name)])
 
 
@@ -218,9 +228,10 @@ def _by_rank(files: Iterator[Path]) -> list[Path]:
 
 
 class Match(NamedTuple):
-    """What becomes of each parameter when the state of another run is loaded.
+    """What happens to each parameter when weights and optimizer states of another run are loaded.
 
-    ``actions``: {parameter name: key of :data:`ENDS`, which says what becomes of its state}.
+    ``actions``: {parameter name: where its state comes from}. "kept": from the same state of the other run. "zero": it
+    starts at zero. "first_moment": Muon's momentum starts as AdamW's first moment.
     ``outcomes``: {text for the log, such as "as saved": names of the parameters that it describes}.
     """
 
@@ -229,14 +240,15 @@ class Match(NamedTuple):
 
 
 def match(optimizer: MuonWithAuxAdam, other_run: States, is_changed: bool = False) -> Match:
-    """Decide what becomes of the optimizer's parameters when ``other_run`` is loaded; nothing is written yet.
+    """Return what happens to each parameter of ``optimizer`` when ``other_run`` is loaded; write nothing.
 
-    ``is_changed``: whether the model may have changed. Then state that is missing, or is Muon's where AdamW updates
-    now, starts at zero, and a parameter that AdamW updates in both runs may have another number of rows.
+    ``is_changed``: whether the model may differ from the other run's. Then a parameter's state starts at zero if the
+    other run did not save it, or if Muon updated the parameter there and AdamW does here. A parameter that AdamW
+    updates in both runs may have another number of rows, such as an embedding with new tokens.
 
     Raises:
-        ImportStateError: a parameter's shape does not fit; or it has no state or had another optimizer, and neither
-            ``is_changed`` nor the setting ``import_momentum`` says what becomes of its state.
+        ImportStateError: the shape of a parameter does not fit. Without ``is_changed`` also: a parameter has no saved
+            state, or it moved between AdamW and Muon and ``import_momentum`` does not say how its state starts.
     """
     # If the other run used Muon, what it left to AdamW probably belongs there, unless the config says otherwise.
     config = optimizer.config
@@ -245,6 +257,7 @@ def match(optimizer: MuonWithAuxAdam, other_run: States, is_changed: bool = Fals
     actions: dict[str, str] = {}
     outcomes: dict[str, list[str]] = defaultdict(list)
     refused: dict[str, list[str]] = defaultdict(list)
+    cures = set[str]()
     for spec in optimizer.specs.values():
         was_muon, old, new = other_run.is_muon.get(spec.name), other_run.shapes.get(spec.name, spec.shape), spec.shape
         action: str | None = "zero" if is_changed else None
@@ -261,21 +274,20 @@ def match(optimizer: MuonWithAuxAdam, other_run: States, is_changed: bool = Fals
             action, text = "zero" if momentum == "zero" else action, "moved from Muon to AdamW"
         if action:
             actions[spec.name] = action
+        else:
+            cures.add(SAME_MODEL if was_muon is None or old != new else SAME_ROUTING)
         (outcomes if action else refused)[text + ENDS.get(action or "", "")].append(spec.name)
     if refused:
-        cure = (
-            ". Assign parameters as in the other run, with muon_include and muon_exclude, or start the state of those "
-            'that changed at zero: "import_momentum": "zero"'
-        )
         texts = [f"{text}: {listed(names, MAX_LISTED)}" for text, names in list(refused.items())[:4]]
-        raise ImportStateError(f"cannot import {other_run.title}: {'; '.join(texts)}{'' if is_changed else cure}")
+        advice = "" if is_changed else "".join(f". {cure}" for cure in sorted(cures))
+        raise ImportStateError(f"cannot import {other_run.title}: {'; '.join(texts)}{advice}")
     return Match(actions, outcomes)
 
 
 def log_outcomes(what: str, outcomes: Mapping[str, Sequence[str]]) -> None:
-    """Log ``what``, a phrase such as "imported the optimizer states of AdamW", and what became of how many parameters.
+    """Log ``what``, a phrase such as "imported the optimizer states of AdamW", and a line for each outcome.
 
-    ``outcomes``: those of :class:`Match`.
+    ``outcomes``: {text such as "as saved": names of the parameters that it describes}, from :class:`Match`.
     """
     lines = [f"  {len(names)}: {text} ({listed(names, MAX_LISTED)})" for text, names in outcomes.items()]
     if any(text.startswith(TO_MUON) for text in outcomes):
@@ -290,10 +302,11 @@ def log_outcomes(what: str, outcomes: Mapping[str, Sequence[str]]) -> None:
 
 @torch.no_grad()
 def write(adapter: Any, other_run: States, actions: Mapping[str, str]) -> None:
-    """Write the weights and states of ``other_run`` into the partitions on this rank.
+    """Write the weights and states of ``other_run`` into this rank's fp32 weights and optimizer states.
 
-    ``actions``: those of :class:`Match`; if empty, only weights are written. Afterwards the weights must be copied into
-    the model; see :meth:`Adapter.publish_weights`.
+    ``adapter``: the engine's :class:`Adapter`. ``actions``: {parameter name: where its state comes from}, as in
+    :class:`Match`; if empty, only weights are written. Then call :meth:`Adapter.publish_weights`, which copies the
+    weights into the model.
     """
     optimizer = adapter.optimizer
     for partition in adapter.resident_partitions():
@@ -315,9 +328,10 @@ def write(adapter: Any, other_run: States, actions: Mapping[str, str]) -> None:
 def _write_steps(
     optimizer: MuonWithAuxAdam, partition: Partition, other_run: States, actions: Mapping[str, str]
 ) -> None:
-    """Write the step counts of a partition's tensors. A flat tensor gets the largest count of its parameters.
+    """Set the step count of each of a partition's tensors to the largest count of the parameters in it.
 
-    An AdamW group also stores, for each parameter with a smaller count, how much smaller it is.
+    An AdamW group also stores, for each parameter with a smaller count, how much smaller it is. ``actions``: as in
+    :class:`Match`; a parameter with "zero" counts from 0.
     """
     # Moments at zero count from 0, so that their bias correction starts again.
     tensor_of = {shard.spec.name: shard.tensor for shard in partition.shards}
@@ -377,7 +391,11 @@ def load_by_name(
 
 
 def _check_schedule(schedule: Any, saved: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError if ``saved``, a schedule's state, is ``None`` or has other groups than ``schedule``."""
+    """Raise CheckpointError if ``saved`` does not fit ``schedule``, this run's learning-rate schedule.
+
+    ``saved``: the schedule's state in the checkpoint. It does not fit if it is ``None``, or is for another number of
+    parameter groups.
+    """
     if saved is None:
         raise CheckpointError("the checkpoint has no learning-rate schedule; pass load_lr_scheduler_states=False")
     old, new = len(saved.get("base_lrs", ())), len(getattr(schedule, "base_lrs", ()))
@@ -393,7 +411,8 @@ def _load_counters(
 ) -> dict[str, Any]:
     """Load step counts and the states of schedules and data samplers from ``model_state``, a model file's contents.
 
-    Return the script's ``client_state``. ``arguments``: those of ``load_checkpoint``.
+    Return the script's ``client_state``. ``arguments``: {name of an argument of ``load_checkpoint``: value}.
+    ``load_schedule``: whether to load the state of the learning-rate schedule.
     """
     left_out = {"module"} if arguments["load_module_only"] else set(COUNTED)
     left_out |= {kind for kind in ("lr_scheduler", "optimizer") if arguments[f"load_{kind}_states"]}
@@ -444,7 +463,7 @@ def import_stocks_muon(stock_folder: Path, universal_folder: Path) -> dict[str, 
     AdamW update) and "loss_scale" (by which the momentum was divided).
 
     Raises:
-        ImportStateError: ``universal_folder`` exists, stock's Muon did not save ``stock_folder``, or states are
+        ImportStateError: ``universal_folder`` exists, another optimizer saved ``stock_folder``, or states are
             missing. Nothing is written then.
     """
     if universal_folder.exists():

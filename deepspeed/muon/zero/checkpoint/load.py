@@ -41,7 +41,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def fp32_weights(original: Callable, folder: str, tag: str | None = None, **kwargs: Any) -> Any:
-    """Replace ``get_fp32_state_dict_from_zero_checkpoint``: read the tag that is being loaded, not the latest one.
+    """Replace ``get_fp32_state_dict_from_zero_checkpoint``: during a load, read the tag to load, not the latest one.
 
     Return ``{}`` during a load of a universal checkpoint, because DeepSpeed then ignores the result.
     """
@@ -85,7 +85,7 @@ def load_checkpoint(original: Callable, engine: Any, *args: Any, **kwargs: Any) 
 def _keeping_scaler(wrapper: Any) -> Iterator[None]:
     """Return a context for loading a checkpoint: keep the wrapper's loss scaler if the saved one has another class.
 
-    A run in another precision saves such a scaler.
+    The classes differ if the checkpoint was saved in another precision.
     """
     names = ("loss_scaler", "dynamic_loss_scale")
     before = {name: getattr(wrapper, name) for name in names if hasattr(wrapper, name)}
@@ -95,10 +95,11 @@ def _keeping_scaler(wrapper: Any) -> Iterator[None]:
 
 
 def _find(engine: Any, arguments: dict[str, Any], may_change: bool) -> bool:
-    """Find the checkpoint, set ``arguments["tag"]``, and return whether it must be loaded by parameter names.
+    """Find the checkpoint, set ``arguments["tag"]``, and return whether to load by parameter names; a collective.
 
-    A collective. ``may_change``: whether the config allows a load by names. For weights on NVMe that are loaded without
-    optimizer states, also set ``weights_from`` of the engine's adapter.
+    Such a load is necessary if the checkpoint does not fit the engine. ``may_change``: whether the config allows it.
+    ``arguments``: those of ``load_checkpoint``. If weights are on NVMe, and are loaded without optimizer states, also
+    set the adapter's ``weights_from`` to the saved state from which to read them.
 
     Raises:
         CheckpointError, UnsupportedError: on all ranks, if the checkpoint cannot be loaded.
@@ -120,9 +121,9 @@ def _find(engine: Any, arguments: dict[str, Any], may_change: bool) -> bool:
 
 
 def _finish(engine: Any, has_rates: bool) -> None:
-    """Finish a load: drop the gradients of an unfinished step and, without ``has_rates``, set the schedule's rates.
+    """Finish a load: drop the gradients of an unfinished step, and set the learning rates to the schedule's.
 
-    ``has_rates``: whether the load has set the learning rates of the parameter groups.
+    ``has_rates``: whether the load has already set the parameter groups' learning rates; then leave them.
     """
     # Gradients of an unfinished step belong to the weights from before the load.
     engine.micro_steps -= micro_batches_done(engine)
@@ -147,9 +148,10 @@ def _reading_once(engine: Any) -> Iterator[None]:
 
 
 def _agreed(engine: Any, arguments: Mapping[str, Any], may_change: bool) -> tuple[str | None, bool]:
-    """Return (tag to load or ``None``, whether it must be loaded by parameter names), equal on all ranks.
+    """Return (tag to load, whether to load by parameter names), equal on all ranks; a collective.
 
-    A collective. ``may_change``: whether the config allows a load by names.
+    The tag is ``None`` if there is no checkpoint. ``arguments``: those of ``load_checkpoint``. ``may_change``: whether
+    the config allows a load by parameter names, which is necessary if the checkpoint does not fit the engine.
 
     Raises:
         CheckpointError: on all ranks, with the problems of all, if the checkpoint cannot be loaded.
@@ -176,7 +178,7 @@ def _agreed(engine: Any, arguments: Mapping[str, Any], may_change: bool) -> tupl
 def _own_view(engine: Any, arguments: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
     """Return (tag to load, error message about damaged files, why the checkpoint does not fit), as this rank sees them.
 
-    Each is ``None`` if there is none.
+    Each is ``None`` if there is none. ``arguments``: those of ``load_checkpoint``.
     """
     tag = arguments["tag"]
     try:
@@ -254,10 +256,10 @@ def loads_states(arguments: Mapping[str, Any], kind: str = "optimizer") -> bool:
 
 
 def misfit(engine: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Return why the checkpoint that ``arguments`` name does not fit, and what to do; ``None`` if it fits.
+    """Return why the checkpoint that ``arguments`` name does not fit the engine, and what to do; ``None`` if it fits.
 
-    ``arguments``: those of ``load_checkpoint``, with a tag whose folder exists. The files that this rank would load are
-    opened. DeepSpeed's own engine for checkpoints maps ``*optim_states.pt`` into memory, so that no state is read.
+    ``arguments``: those of ``load_checkpoint``, with a tag whose folder exists. This opens the files that this rank
+    would load. With DeepSpeed's default checkpoint engine ``*optim_states.pt`` is memory-mapped: no state is read.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -289,7 +291,10 @@ def misfit(engine: Any, arguments: Mapping[str, Any]) -> str | None:
 
 
 def fitting_zero_state(engine: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return this rank's saved ZeRO state if its tensors are laid out like the engine's, otherwise ``None``."""
+    """Return this rank's saved ZeRO state if its tensors are laid out like the engine's, otherwise ``None``.
+
+    ``arguments``: those of ``load_checkpoint``, with a tag whose folder exists.
+    """
     everything = {**arguments, "load_optimizer_states": True, "load_module_only": False}
     if _names_difference(engine, everything, Path(arguments["load_dir"], arguments["tag"])):
         return None
@@ -301,7 +306,9 @@ def fitting_zero_state(engine: Any, arguments: Mapping[str, Any]) -> Mapping[str
 def _names_difference(engine: Any, arguments: Mapping[str, Any], folder: Path) -> str | None:
     """Return why the files in ``folder`` do not fit, judging by their names only; ``None`` if they fit.
 
-    They must fit the engine's ZeRO stage, precision, number of ranks, and number of parts of the model.
+    They must fit the engine's ZeRO stage, precision and number of ranks, and the number of parts into which pipeline
+    and tensor parallelism split the model. Without any model file, return ``None``. ``arguments``: those of
+    ``load_checkpoint``.
     """
     names = [file.name for file in folder.iterdir()]
     models = [name for name in names if MODEL_FILE.fullmatch(name)]
@@ -349,7 +356,10 @@ def _opened(engine: Any, name: str, key: str | None = None) -> dict[str, Any]:
 
 
 def _states(engine: Any, arguments: Mapping[str, Any], model_state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return this rank's saved optimizer state: the ZeRO wrapper's or, at stage 0, the optimizer's own."""
+    """Return this rank's saved optimizer state: the ZeRO wrapper's or, at stage 0, the optimizer's own.
+
+    ``arguments``: those of ``load_checkpoint``. ``model_state``: the contents of this rank's model file.
+    """
     place = arguments["load_dir"], arguments["tag"]
     if engine.zero_optimization():
         return _opened(engine, engine._get_zero_ckpt_name(*place), "optimizer_state_dict")
@@ -362,7 +372,8 @@ def _states(engine: Any, arguments: Mapping[str, Any], model_state: Mapping[str,
 def _shape_difference(engine: Any, model_state: Mapping[str, Any], folder: Path, is_strict: bool) -> str | None:
     """Return an error message if a parameter or buffer has another shape in the checkpoint; otherwise ``None``.
 
-    With ``is_strict``, also if one is missing, which is not checked at stage 3, with experts or in a pipeline.
+    With ``is_strict``, also return one if the checkpoint or the model lacks a parameter or buffer of the other. This is
+    not checked at stage 3, with experts or in a pipeline. ``model_state``: the contents of this rank's model file.
     """
     current, is_complete = _shapes(engine.module), False
     if engine.pipeline_parallelism and not engine.has_moe_layers:  # with experts DeepSpeed saves no file of a layer
@@ -388,6 +399,7 @@ def _shape_difference(engine: Any, model_state: Mapping[str, Any], folder: Path,
 
 
 def _shapes(module: nn.Module) -> Shapes:
+    """Return the shapes of the tensors in the module's state dict; at stage 3 those of whole parameters."""
     params = dict(module.named_parameters(remove_duplicate=False))
     return {
         name: tuple(getattr(params.get(name, value), "ds_shape", value.shape))
@@ -411,8 +423,9 @@ def _shapes_of_layers(engine: Any, folder: Path) -> tuple[Shapes, Shapes]:
 def _layout_difference(
     engine: Any, model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], convert: str
 ) -> str | None:
-    """Return how the optimizer's tensors differ from the saved ones, as an error message; ``None`` if they do not.
+    """Return an error message if the saved optimizer state has another layout than the engine's; otherwise ``None``.
 
+    The layout depends on the precision, the class of the wrapper, and the order, shapes and shards of the parameters.
     ``convert``: advice to convert the checkpoint, for the end of the message.
     """
     wrapper = engine.optimizer
@@ -442,7 +455,7 @@ def _layout_difference(
 
 
 def _precision(ds_config: Any) -> str | None:
-    """Return ``"bf16"``, ``"fp16"`` or ``"fp32"``, as a ds_config sets it; ``None`` if only a file name is known."""
+    """Return ``"bf16"``, ``"fp16"`` or ``"fp32"``, as a ds_config (a dict) sets it; ``None`` if it is a file name."""
     if not isinstance(ds_config, Mapping):
         return None
     names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
@@ -450,9 +463,10 @@ def _precision(ds_config: Any) -> str | None:
 
 
 def _stage0_orders(optimizer: Any, optimizer_state: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return the saved and the current order of the parameters at stage 0: by name or, if none were saved, by size.
+    """Return two lists, of the saved and of the current parameters at stage 0, in the order of the parameter groups.
 
-    The saved size of a parameter without a state is ``None``.
+    They have the parameters' names or, if no names were saved, their numbers of elements. This number is ``None`` for a
+    saved parameter without a state.
     """
     if all(NAMES in group for group in optimizer_state["param_groups"]):
         names = [group[NAMES] for group in optimizer_state["param_groups"]]
@@ -469,7 +483,8 @@ def _stage0_orders(optimizer: Any, optimizer_state: Mapping[str, Any]) -> tuple[
 def _order_difference(saved: list[Any], current: list[Any]) -> str | None:
     """Return an error message if the order of the parameters differs, otherwise ``None``.
 
-    ``saved``, ``current``: each parameter's name, name and shape, or number of elements; a saved ``None`` fits any.
+    ``saved``, ``current``: an item for each parameter: its name, (name, shape) or number of elements. ``None`` in
+    ``saved`` equals any item.
     """
     for place, (old, new) in enumerate(itertools.zip_longest(saved, current)):
         if old != new and (old is not None or place >= len(saved)):

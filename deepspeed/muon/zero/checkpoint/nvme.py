@@ -2,7 +2,8 @@
 """Access to optimizer states and parameters on NVMe at stage 3.
 
 DeepSpeed swaps each tensor of a sub-group to a file of its own. For the sub-group's step it reads the files into pinned
-buffers, which become the tensors' storage. Between steps the tensors are empty; they must stay the same objects.
+buffers, which become the tensors' storage. Between steps the tensors have no elements. They must stay the same objects,
+because DeepSpeed's swapper refers to them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from deepspeed.muon.optimizer import MuonWithAuxAdam
 
 @contextmanager
 def swapped_in(wrapper: Any, index: int) -> Iterator[Tensor]:
-    """Load the flat fp32 weights of sub-group ``index`` from NVMe, and yield them.
+    """Load the weights and optimizer states of sub-group ``index`` from NVMe; yield its flat fp32 weights.
 
-    When the context ends, write weights and states back. For a sub-group that stays in memory, only yield the weights.
+    When the ``with`` block ends, write weights and states back. For a sub-group that stays in memory, only yield the
+    weights.
     """
     flat, is_swapped = wrapper.fp32_partitioned_groups_flat[index], wrapper._swappable_optimizer_subgroup(index)
     if is_swapped:
@@ -81,9 +83,9 @@ def restore(wrapper: Any, optimizer: MuonWithAuxAdam, zero_state: Mapping[str, A
 def _load_settings(
     wrapper: Any, optimizer: MuonWithAuxAdam, state_dict: dict[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings of parameter groups, but no states. ``state_dict``: the saved optimizer's.
+    """Load the settings of parameter groups from ``state_dict``, the saved state dict of the optimizer.
 
-    Return {flat weights of a sub-group: {state key: saved state}}, for the caller to copy.
+    Do not load its states; return {flat weights of a sub-group: {state key: saved state}}, for the caller to copy.
     """
     swapped = {flat: optimizer.state[flat] for flat in wrapper.fp32_partitioned_groups_flat}
     wrapper._set_fp32_optimizer_param_groups()
@@ -124,7 +126,10 @@ def forget_gradients(wrapper: Any) -> None:
 def prepare_with_zero_filled_grads(
     wrapper: Any, original: Callable, sub_group_id: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace the wrapper's ``_prepare_sub_group``: call the original, then zero gradients that no backward wrote."""
+    """Replace the wrapper's ``_prepare_sub_group``: call the original, then zero gradients that no backward wrote.
+
+    The original reads gradients from NVMe into a buffer, and leaves old values where there is none to read.
+    """
     result = original(sub_group_id, *args, **kwargs)
     if wrapper._swappable_optimizer_subgroup(sub_group_id):
         flat = wrapper.fp32_partitioned_groups_flat[sub_group_id]

@@ -52,7 +52,7 @@ class SafeFiles(CheckpointEngine):
         self._files: dict[Path, Path] = {}
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make the folder ``path``; keep an error for the next ``create`` or ``commit``."""
+        """Make the folder ``path``. If this fails, the next ``create`` or ``commit`` raises the error on all ranks."""
         with self.errors_kept():
             Path(path).mkdir(parents=True, exist_ok=exist_ok)
 
@@ -100,7 +100,7 @@ class SafeFiles(CheckpointEngine):
 
     @contextmanager
     def errors_kept(self) -> Iterator[None]:
-        """Return a context that keeps an exception for the next ``create`` or ``commit`` to raise on all ranks."""
+        """Return a context that catches an exception, for the next ``create`` or ``commit`` to raise on all ranks."""
         try:
             yield
         except CheckpointError:  # all ranks have raised it
@@ -109,9 +109,10 @@ class SafeFiles(CheckpointEngine):
             self._error = self._error or error
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> None:
-        """Call ``act`` on every rank that has kept no error; a collective.
+        """Call ``act`` on every rank where no earlier call of this save has failed; a collective.
 
-        If ``act`` fails or an error was kept, remove the temporary files and raise CheckpointError on all ranks.
+        If ``act`` or an earlier call failed on any rank, remove the temporary files and raise CheckpointError on all
+        ranks.
         """
 
         def attempt() -> None:
@@ -129,7 +130,10 @@ class SafeFiles(CheckpointEngine):
             raise
 
     def _remove_older(self) -> None:
-        """Remove the files of an older checkpoint of this tag; another ZeRO stage may have given them other names."""
+        """Remove the files of an older checkpoint of this tag, which may have other names if the ZeRO stage differed.
+
+        If the file ``latest`` names this tag, remove it first; ``commit`` writes it again.
+        """
         if not self.is_first or self._folder not in {path.parent for path in self._files}:
             return  # save_16bit_model writes its file next to the folders of tags
         older = [*self._folder.glob("*model_states.pt"), *self._folder.glob("*optim_states.pt")]
@@ -141,6 +145,7 @@ class SafeFiles(CheckpointEngine):
         _remove(older)
 
     def _place(self) -> None:
+        """Rename this rank's temporary files to their final names, and flush the folders to disk."""
         for path, temporary in self._files.items():
             temporary.replace(path)
         for folder in {parent for path in self._files for parent in (path.parent, path.parent.parent)}:
@@ -161,6 +166,7 @@ def _remove(files: Iterable[Path]) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -169,7 +175,10 @@ def _sync(path: Path) -> None:
 
 
 def configure_checkpointing(original: Callable, engine: Any) -> None:
-    """Replace ``DeepSpeedEngine._configure_checkpointing``: wrap a default checkpoint engine in :class:`SafeFiles`."""
+    """Replace ``DeepSpeedEngine._configure_checkpointing``: call it, then make the engine save with :class:`SafeFiles`.
+
+    Change nothing if the config or the script chose another checkpoint engine than DeepSpeed's default.
+    """
     original(engine)
     if type(engine.checkpoint_engine).__name__ == "TorchCheckpointEngine":  # not one that the config or script names
         is_first = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
@@ -179,7 +188,7 @@ def configure_checkpointing(original: Callable, engine: Any) -> None:
 def micro_batches_done(engine: Any) -> int:
     """Return how many micro-batches of the current gradient accumulation have run.
 
-    Return 0 if the script sets the boundary itself, by ``managed_gradient_accumulation: false`` or
+    Return 0 if the script itself decides when to step, by ``managed_gradient_accumulation: false`` or
     ``engine.set_gradient_accumulation_boundary``.
     """
     is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()

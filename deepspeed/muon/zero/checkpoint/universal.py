@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load universal checkpoints: folders with one file per parameter and state, which stock DeepSpeed can load as well.
+"""Load universal checkpoints, DeepSpeed's format with one file for each parameter's weight and for each of its states.
 
 DeepSpeed's ``ds_to_universal`` makes them from checkpoints of deepspeed-muon and AdamW, ``ds_muon import`` from those
 of stock DeepSpeed's Muon. This loader replaces DeepSpeed's, which does not support Muon and AdamW groups together. The
@@ -168,7 +168,11 @@ class Folder:
 
 
 def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding, int]]:
-    """Return the argument ``shards`` of :class:`Folder` for this rank; raise UnsupportedError if a split is unknown."""
+    """Return {parameter name: (how ranks split the parameter, index of this rank's shard)}.
+
+    It has the parameters of experts, and those that tensor parallelism splits. Raise UnsupportedError if it is unknown
+    how a parameter is split.
+    """
     rank, size = tp_rank(engine)
     shards = {}
     for param, spec in optimizer.specs.items():
@@ -191,10 +195,10 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
 
 
 def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Match]:
-    """Open and check a universal checkpoint. Return (the checkpoint, what becomes of each parameter's state).
+    """Open and check a universal checkpoint. Return (the checkpoint, what happens to each parameter's state).
 
-    The :class:`Match` is empty if no states are loaded. Raise ImportStateError, UnsupportedError or ValueError if the
-    checkpoint does not fit.
+    The :class:`Match` is empty if ``load_states`` is False. Raise ImportStateError, UnsupportedError or ValueError if
+    the checkpoint does not fit.
     """
     checkpoint, matched = Folder(path, _shards(engine, optimizer)), Match({}, {})
     if load_states:
@@ -212,7 +216,7 @@ def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: boo
 
 
 def _load_owner_state(engine: Any, optimizer: MuonWithAuxAdam, checkpoint: Folder) -> None:
-    """Load the state of whole matrices, such as NorMuon's second moments, from a universal checkpoint.
+    """Load the state that belongs to whole matrices, such as NorMuon's second moments, from a universal checkpoint.
 
     Warn if the state of some matrices is missing. It then starts at zero.
     """
@@ -253,7 +257,8 @@ def _matched(
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Yield (parameter group of this run, saved group whose settings it takes) for each group that has a match.
 
-    Groups are matched by position; in a pipeline by name, because the converter keeps the groups of one stage only.
+    Groups are matched by position; in a pipeline by name, because DeepSpeed's converter keeps the groups of only one
+    pipeline stage.
     """
     if optimizer.context.muon_of_all_stages is None:
         if group_kinds(groups_of_checkpoint) == group_kinds(optimizer.param_groups):
@@ -274,7 +279,7 @@ def _matched(
 def _warn_of_fused(optimizer: MuonWithAuxAdam, checkpoint: Folder, actions: Mapping[str, str]) -> None:
     """Warn of fused weights, such as QKV, that Muon now splits and that the saved run may have updated whole.
 
-    ``actions``: those of :class:`Match`. The warning is about weights whose momentum is "kept".
+    ``actions``: {parameter name: what happens to its state}, as in :class:`Match`. Only those that are "kept" count.
     """
     if names := [name for name in fused_names(optimizer) if actions.get(name) == "kept"]:
         logger.warning(
@@ -285,6 +290,7 @@ def _warn_of_fused(optimizer: MuonWithAuxAdam, checkpoint: Folder, actions: Mapp
 
 
 def _warn_of_what_stays(engine: Any, optimizer: MuonWithAuxAdam) -> None:
+    """Warn if the model has frozen parameters or buffers, because a universal checkpoint does not restore them."""
     frozen = [name for name, param in engine.module.named_parameters() if param not in optimizer.specs]
     buffers = [name for name, _ in engine.module.named_buffers()]
     if frozen or buffers:

@@ -30,8 +30,8 @@ class Adapter:
 
     Attributes:
         MODULE, CLASS: module and name of the wrapper's class. A checkpoint records the name.
-        REPLACED: names of the wrapper's methods that an adapter may replace.
-        MORE_SEAMS: methods of other classes that an adapter may replace.
+        REPLACED: names of the wrapper's methods that the adapter may replace.
+        MORE_SEAMS: methods of other DeepSpeed classes that the adapter may replace.
     """
 
     MODULE: ClassVar[str]
@@ -63,7 +63,7 @@ class Adapter:
 
     @classmethod
     def seams(cls) -> list[Seam]:
-        """Return a :class:`Seam` for each attribute of DeepSpeed that this adapter may replace."""
+        """Return a :class:`Seam` (its module and path) for each attribute of DeepSpeed that the adapter may replace."""
         return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}") for name in cls.REPLACED), *cls.MORE_SEAMS]
 
     def replace(self, name: str, function: Callable, owner: Any = None) -> None:
@@ -88,16 +88,20 @@ class Adapter:
         self.replace(name, call)
 
     def partitions(self) -> list[Partition]:
-        """Return a new :class:`Partition` for each parameter group, or at stage 3 for each of ZeRO's sub-groups."""
+        """Return a new :class:`Partition` for each parameter group, or at stage 3 for each of ZeRO's sub-groups.
+
+        It lists the parameters, this rank's tensors with their fp32 weights, and where each rank stores its elements.
+        """
         raise NotImplementedError
 
     def sharded_partition(
         self, index: int, tensor: Tensor, placements: Mapping[Any, Placement], group: Any
     ) -> Partition:
-        """Return a :class:`Partition` for parameters that ZeRO shards over a process group, ``group``.
+        """Return a :class:`Partition`, which says where ranks store parameters that ZeRO shards over ``group``.
 
-        ``index``: index of their parameter group in the optimizer. ``tensor``: this rank's flat fp32 shard of the
-        parameters. ``placements``: {parameter: where its elements lie in the flat shards of all ranks}.
+        ``group``: a process group. ``index``: index of the parameter group in the optimizer. ``tensor``: this rank's
+        flat fp32 shard of the parameters. ``placements``: {parameter: where its elements lie in the flat shards of all
+        ranks}.
         """
         shards = tuple(Shard(self.optimizer.specs[param], 0, placement) for param, placement in placements.items())
         return Partition(index, (tensor,), shards, group, comm.get_rank(group), comm.get_world_size(group))
@@ -117,9 +121,11 @@ class Adapter:
         return watch_norms(self.replace)
 
     def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
-        """Return a partition's flat gradient as a sequence of consecutive tensors, before ``step`` is called for it.
+        """Return this rank's flat gradient of a partition, as tensors to concatenate.
 
-        Return ``None`` if they are not in memory, or if one call of ``step`` updates all partitions.
+        DeepSpeed may call the optimizer's ``step`` once for each partition. In the first of these calls the optimizer
+        looks at the gradients of all partitions, and calls this method for those that it does not update yet. Return
+        ``None`` if the gradient is not in memory, or if one call of ``step`` updates all partitions.
         """
         return None
 
@@ -148,9 +154,9 @@ class Adapter:
             self.optimizer.qk_clip.close()
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield each :class:`Partition` of the optimizer, with its tensors in memory even if NVMe holds them.
+        """Yield each :class:`Partition` of the optimizer, with weights and states in memory even if NVMe holds them.
 
-        The caller may change the tensors. The changes are written back to NVMe.
+        The caller may change these tensors. The changes are written back to NVMe.
         """
         return iter(self.optimizer.all_partitions)
 

@@ -40,9 +40,9 @@ class NormWatch:
         return self._norms[-1]
 
     def read(self, flags: Tensor) -> list[int]:
-        """Return the elements of the int32 tensor ``flags``, and read the recorded norms in the same transfer.
+        """Return the elements of ``flags``, a 1-D int32 tensor on the device, for which the host waits.
 
-        The host thus waits for the device only once.
+        The same transfer reads the recorded norms, so that a later call of this instance does not wait again.
         """
         late = [norm for norm in self._norms if isinstance(norm, Tensor) and norm.device == flags.device]
         if not late:
@@ -72,7 +72,8 @@ class NormWatch:
 def watch_norms(replace: Callable[[str, Callable], None]) -> NormWatch:
     """Return a new :class:`NormWatch` that records the gradient norms of every step at stages 1 to 3.
 
-    Call it during a step, before any weight is updated. ``replace``: :meth:`Adapter.replace` of the engine's adapter.
+    Call the NormWatch during a step, before any weight is updated. ``replace``: :meth:`Adapter.replace` of the engine's
+    adapter, which replaces a method of ZeRO's wrapper.
     """
     watch = NormWatch()
     replace("step", watch.start)
@@ -148,7 +149,7 @@ def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> Si
     """Return a loss scaler for an fp16 model at stage 0, to be stored in ``engine.torch_autocast_z0_gradscaler``.
 
     Without it the engine would not scale the loss, although ``FP16_UnfusedOptimizer`` divides gradients by the scale.
-    ``wrapper``: this optimizer wrapper. ``replace``: :meth:`Adapter.replace` of the engine's adapter.
+    ``wrapper``: the ``FP16_UnfusedOptimizer``. ``replace``: :meth:`Adapter.replace` of the engine's adapter.
     """
     config = wrapper.loss_scale_config
     updates: list[Callable[[], None]] = []

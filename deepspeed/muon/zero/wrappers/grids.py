@@ -28,7 +28,10 @@ def tp_rank(engine: Any) -> tuple[int, int]:
 
 
 def note_tp_rank(engine: Any) -> None:
-    """Store the result of :func:`tp_rank` as the attribute :data:`TP_RANK` of each parameter of the engine's model."""
+    """Store (rank, size) from :func:`tp_rank` as attribute :data:`TP_RANK` of each parameter of the engine's model.
+
+    Megatron's own attributes of a split parameter lack the size of the tensor-parallel group.
+    """
     index_and_size = tp_rank(engine)  # Megatron's attributes of a sharded parameter lack the size of the group
     for param in engine.module.parameters():
         setattr(param, TP_RANK, index_and_size)
@@ -80,7 +83,7 @@ Ranks = Sequence[Sequence[int]]
 
 
 def _positions(dp_ranks: Ranks, tp_ranks: Ranks) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return for each tensor-parallel group a dict: global rank -> its rank in the process group of the :class:`Grid`.
+    """Return {global ranks of a tensor-parallel group: {global rank in its :class:`Grid`: rank in the grid's group}}.
 
     ``dp_ranks``, ``tp_ranks``: for each rank, the members of its data-parallel group, and of its tensor-parallel group.
     """
@@ -137,7 +140,7 @@ def with_group_names(params: Iterable[Any]) -> list[Any]:
 def expert_counts(engine: Any, optimizer: MuonWithAuxAdam) -> list[str]:
     """Return how many of Muon's matrices are experts, as texts such as ``"8 of them are experts shared by 2 ranks"``.
 
-    There is one text for each number of ranks. The list is empty for a model without experts.
+    There is one text for each number of ranks that share an expert. The list is empty for a model without experts.
     """
     counts: Counter[int] = Counter()
     for partition in optimizer.partitions:

@@ -35,7 +35,10 @@ class Stage0(Adapter):
         return list(self.wrapper.fp16_groups[index])
 
     def partitions(self) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group. Its tensors are whole parameters."""
+        """Return a :class:`Partition`, the parameters and their tensors on this rank, for each parameter group.
+
+        The tensors are whole parameters, or fp32 clones of them.
+        """
         result = []
         for index, group in enumerate(self.optimizer.param_groups):
             process_group = shard_group(self.engine, group)
@@ -72,8 +75,8 @@ class Stage0(Adapter):
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
         """Return a context in which the wrapper computes the gradient norm correctly.
 
-        It marks gradients (:func:`mark_gradients`), and adds ``missing_groups`` groups of zeros, the number by which
-        another pipeline stage has more parameter groups.
+        It marks gradients (:func:`mark_gradients`), and adds ``missing_groups`` parameter groups of zeros, so that each
+        pipeline stage has as many groups, and calls as many collectives, as the stage with the most groups.
         """
         mark_gradients(param for group in self.wrapper.fp16_groups for param in group)
         with ExitStack() as undo:
@@ -117,7 +120,7 @@ class Plain(Stage0):
         return self.optimizer.param_groups[index]["params"]
 
     def prepare(self, group_count: int) -> None:
-        """Make checkpoints contain the ``GradScaler`` of fp16 autocast.
+        """Make checkpoints contain the state of the ``GradScaler`` that fp16 autocast uses.
 
         In a pipeline, also make the engine clip gradients by their norm over all pipeline stages, not only this one.
         """

@@ -45,7 +45,7 @@ class FlatGroup(NamedTuple):
 
     Args:
         order: indices of the group's parameters, in the order in which they are stored.
-        placements: where each of them lies, in the same order.
+        placements: which rank holds which elements of each of them, in the same order.
         span: elements of one rank's part of the flat tensor, with padding.
     """
 
@@ -95,11 +95,11 @@ class Flat(Adapter):
     def flat_partitions(
         self, params_of_groups: list[list[Any]], offsets: list[list[int]], flats: list[Tensor], masters: list[Tensor]
     ) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group. All lists have one item for each group.
+        """Return a :class:`Partition`, which says where ranks store the parameters, for each parameter group.
 
-        ``params_of_groups``: the group's parameters, in the order in which they were flattened. ``offsets``: the index
-        at which each of these parameters begins in the flat tensor. ``flats``: the group's flat tensor with all
-        elements. ``masters``: this rank's fp32 part of the flat tensor.
+        All lists have one item for each group. ``params_of_groups``: the group's parameters, in the order in which they
+        were flattened. ``offsets``: the index at which each of these parameters begins in the flat tensor. ``flats``:
+        the group's flat tensor with all elements. ``masters``: this rank's fp32 part of the flat tensor.
         """
         result = []
         for index, (params, starts, flat, master) in enumerate(
@@ -116,7 +116,9 @@ class Flat(Adapter):
         self.wrapper.update_lp_params()
 
     def patch_state_access(self) -> None:
-        """Link parameters to their state now, and again whenever DeepSpeed replaces the state's tensors (:meth:`link`).
+        """Link parameters to their optimizer state for ``safe_get_*`` (:meth:`link`), now and whenever it is replaced.
+
+        DeepSpeed replaces the state's tensors when it loads or offloads them.
 
         Also correct the wrapper's ``_param_slice_mappings``, in which a checkpoint records where each parameter lies in
         this rank's tensors. DeepSpeed makes these mappings as if ``round_robin_gradients`` were off.
@@ -173,7 +175,7 @@ class Stage12(Flat):
     )
 
     def partitions(self) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group.
+        """Return a :class:`Partition`, which says where ranks store the parameters, for each parameter group.
 
         Its parameters are in the order in which ``round_robin_gradients`` has arranged them.
         """
@@ -205,7 +207,10 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
-        """Return a context for a step: add gradients that CPU offload leaves out; at its end zero all gradients."""
+        """Return a context for a step with CPU offload: complete the gradients at its start, zero them at its end.
+
+        By itself DeepSpeed copies to the CPU only gradients of parameters that the last micro-batch has used.
+        """
         # DeepSpeed passes on only gradients of parameters that took part in the last micro-batch.
         wrapper = self.wrapper
         if missing := wrapper._offload_accumulated_param_ids - wrapper.norm_for_param_grads.keys():
@@ -228,13 +233,16 @@ class Stage12(Flat):
 
     @contextmanager
     def _with_gradient_check(self) -> Iterator[None]:
-        """Return a context for a step; entering it sets ``_are_finite`` for all ranks, which is a collective."""
+        """Return a context for a step: at its start set ``_are_finite``, whether all ranks' gradients are finite.
+
+        Entering it is a collective.
+        """
         groups = self.wrapper.averaged_gradients.values()
         self._are_finite = agreed(are_finite([grad for group in groups for grad in group or () if grad is not None]))
         yield
 
     def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
-        """Return a partition's flat gradient as a sequence of consecutive tensors, before ``step`` is called for it."""
+        """Return this rank's flat gradient of a partition, as tensors to concatenate; see :meth:`Adapter.gradients`."""
         if self.wrapper.cpu_offload:
             return [tensor.grad for tensor in partition.tensors if tensor.grad is not None]
         return self.wrapper.averaged_gradients.get(partition.index) or ()
@@ -252,7 +260,10 @@ class Bf16(Flat):
     REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
 
     def partitions(self) -> list[Partition]:
-        """Return a :class:`Partition` for each parameter group. Its flat tensor has no gaps between parameters."""
+        """Return a :class:`Partition`, which says where ranks store the parameters, for each parameter group.
+
+        The flat tensor of the group has no gaps between parameters.
+        """
         wrapper, offsets = self.wrapper, []
         for params in wrapper.bf16_groups:
             ends = accumulate(param.numel() for param in params)

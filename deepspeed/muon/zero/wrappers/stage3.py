@@ -89,7 +89,7 @@ class Stage3(Adapter):
     )
 
     def partitions(self) -> list[Partition]:
-        """Return a :class:`Partition` for each of ZeRO's sub-groups."""
+        """Return a :class:`Partition`, which says where ranks store the parameters, for each of ZeRO's sub-groups."""
         wrapper, result = self.wrapper, []
         for index, params in enumerate(wrapper.fp16_groups):
             placed = dict(zip(params, placements(param.partition_numel() for param in params), strict=True))
@@ -119,7 +119,10 @@ class Stage3(Adapter):
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
-        """Return a context for a step: add gradients that offload leaves out; at its end zero all gradients."""
+        """Return a context for a step: with offload, complete the gradients at its start; zero them at its end.
+
+        By itself DeepSpeed offloads only gradients of parameters that the last micro-batch has used.
+        """
         # DeepSpeed passes on only gradients of parameters that took part in the last micro-batch.
         wrapper = self.wrapper
         if wrapper.offload_optimizer:
@@ -138,7 +141,7 @@ class Stage3(Adapter):
             nvme.forget_gradients(wrapper)
 
     def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
-        """Return a sub-group's flat gradient as a sequence of consecutive tensors, before ``step`` is called for it.
+        """Return this rank's flat gradient of a sub-group, as tensors to concatenate; see :meth:`Adapter.gradients`.
 
         Return ``None`` with NVMe, because the gradient may not be in memory.
         """
@@ -151,7 +154,7 @@ class Stage3(Adapter):
         return self.wrapper.averaged_gradients.get(index) or ()
 
     def resident_partitions(self) -> Iterator[Partition]:
-        """Yield the :class:`Partition` of each sub-group, with its tensors in memory even if NVMe holds them.
+        """Yield the :class:`Partition` of each sub-group, with weights and states in memory even if NVMe holds them.
 
         The caller may change the weights. The changes are copied to the model's parameters and written back to NVMe.
         """
@@ -177,9 +180,9 @@ class Stage3(Adapter):
             self.optimizer.saved_form.read_swapped = partial(nvme.mapped_if_swapped, self.wrapper)
 
     def publish_weights(self) -> None:
-        """Gather the parameters that ZeRO keeps whole on all ranks; a collective.
+        """Gather the small parameters that ZeRO keeps whole on all ranks, from the parts on each rank; a collective.
 
-        :meth:`resident_partitions` has already copied the fp32 weights into the others.
+        Call this after changing fp32 weights in :meth:`resident_partitions`, which copies them into the parts.
         """
         self.wrapper.checkpoint_event_epilogue()
 
@@ -213,8 +216,8 @@ class Stage3(Adapter):
     def _load_weights(self, original: Callable) -> None:
         """Set the fp32 weights on NVMe, in place of the wrapper's ``_restore_from_bit16_weights``.
 
-        DeepSpeed calls that method at the end of a load of only the weights. The values come from ``weights_from`` or,
-        if that is ``None``, from the model's 16-bit weights.
+        DeepSpeed calls that method at the end of a load of only the weights. The values come from the saved ZeRO state
+        in ``weights_from`` or, if that is ``None``, from the model's 16-bit weights.
         """
         if self.weights_from is None:
             nvme.refresh_fp32_weights(self.wrapper)
@@ -279,7 +282,10 @@ class Stage3(Adapter):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Replace the wrapper's ``offload_states``: move this optimizer's states, then call the original."""
+        """Replace the wrapper's ``offload_states``: move fp32 weights and optimizer states, then call the original.
+
+        The original moves the other kinds of state. It does not know Muon's state.
+        """
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
         for kind, tensors in self._movable().items():
@@ -301,6 +307,7 @@ class Stage3(Adapter):
             original(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)
 
     def _reload(self, original: Callable, non_blocking: bool = False) -> None:
+        """Replace the wrapper's ``reload_states``: move back what :meth:`_offload` has moved, and call the original."""
         device = get_accelerator().current_device_name()
         hosts = []  # alive until the copies are done
         for kind, tensors in self._movable().items():
@@ -314,6 +321,7 @@ class Stage3(Adapter):
             get_accelerator().synchronize()
 
     def _movable(self) -> dict[Any, list[Tensor]]:
+        """Return {DeepSpeed's kind of state: tensors to offload}, for the fp32 weights and the optimizer states."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
         states = [value for state in self.optimizer.state.values() for value in state.values()]

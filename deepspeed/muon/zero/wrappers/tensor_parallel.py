@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitions under tensor parallelism: a matrix whose parts are parameters of several ranks is planned as one matrix.
+"""Tensor parallelism: let Muon orthogonalize a matrix as a whole if tensor parallelism has split it over ranks.
 
 Each rank of a tensor-parallel group has its own parameters, which ZeRO shards over its data-parallel group as usual.
-A partition of a Muon group spans the data-parallel groups of all these ranks; at stage 0, where ZeRO shards nothing,
-only the tensor-parallel group.
+A :class:`Partition` says which ranks store which elements of a parameter group. Here those of Muon groups are extended
+to the data-parallel groups of all these ranks; at stage 0, where ZeRO shards nothing, to the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Placements = Mapping[str, Placement]
 
 
 def whole_over_tp(adapter: Adapter, grid: Grid, partitions: Sequence[Partition]) -> list[Partition]:
-    """Return the adapter's ``partitions`` with the matrices that tensor parallelism splits made whole. A collective.
+    """Return ``partitions``, changed so that Muon orthogonalizes whole matrices where tensor parallelism splits them.
 
-    In the :class:`Partition` of a Muon group, the shards of a parameter on several tensor-parallel ranks are planned as
-    one matrix, which all ranks of ``grid`` share. AdamW groups and experts are not changed.
+    In the :class:`Partition` of a Muon group, the shards of a parameter on several tensor-parallel ranks become one
+    matrix, which the ranks of ``grid`` share. Partitions of AdamW groups and of experts stay as they are. A collective.
 
     Raises:
         UnsupportedError: a stage-3 sub-group has different parameters on some ranks, or tensor parallelism splits
@@ -77,7 +77,7 @@ def _hold_same_parameters(
     """Return whether all tensor-parallel ranks have the same parameters in each partition, in the same order.
 
     A rank may lack a parameter of which it holds no element. ``placements_by_tp_rank``: for each tensor-parallel rank,
-    a list with {parameter name: placement} for each partition.
+    a list with {parameter name: which data-parallel rank holds which elements} for each partition.
     """
     if len({len(partitions) for partitions in placements_by_tp_rank}) > 1:
         return False
@@ -96,7 +96,7 @@ def _spanning_grid(
     """Return partition ``local`` of this rank, extended so that the matrices that tensor parallelism splits are whole.
 
     All ranks of ``grid`` share these matrices. ``placements_by_tp_rank``: for each tensor-parallel rank, {parameter
-    name: placement} in the same partition.
+    name: which data-parallel rank holds which elements} in the same partition.
     """
     rank, world_size = comm.get_rank(grid.group), comm.get_world_size(grid.group)
     t = next(t for t, line in enumerate(grid.lines) if rank in line)
