@@ -48,7 +48,7 @@ KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 #: What happens to a parameter's state -> the end of its text in the log.
 ENDS = {"kept": "", "zero": ", state at zero", "first_moment": ", momentum from the first moment"}
 TO_MUON = "moved from AdamW to Muon"
-#: What a user can do about parameters that cannot be imported: those with another optimizer, and those of another model.
+#: What a user can do about parameters that cannot be imported: if another optimizer updates them, or the model differs.
 SAME_ROUTING = (
     "Assign parameters as in the other run, with muon_include and muon_exclude, or start the state of those that moved "
     'at zero: "import_momentum": "zero"'
