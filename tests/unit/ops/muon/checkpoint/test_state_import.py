@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.muon import MuonWithAuxAdam
+from deepspeed.muon import ImportStateError, MuonWithAuxAdam
 from deepspeed.muon.cli.main import main
 from deepspeed.muon.zero.checkpoint import import_states
 from helpers.checkpoints import error_of
@@ -150,6 +150,25 @@ def test_what_starts_at_zero_counts_its_steps_anew() -> None:
     found = {optimizer.specs[param].name: state for param, state in optimizer.state.items()}
     assert [float(found[name]["step"]) for name in (zeroed, *kept)] == [0.0, *(7.0 for _ in kept)]
     assert not found[zeroed]["exp_avg"].any() and bool((found[kept[0]]["exp_avg"] == 1).all())
+
+
+def test_advice_fits_what_does_not_match() -> None:
+    """`import_momentum` helps parameters that moved between Muon and AdamW, not those that are missing or differ."""
+    net = MODELS["mlp"]()
+    optimizer = MuonWithAuxAdam(net.parameters(), model=net, lr=0.01)
+    first, *rest = optimizer.specs.values()
+    saved = {spec.name: spec.use_muon for spec in rest}
+    shapes = {spec.name: spec.shape for spec in rest}
+    for more, shape, advice in (
+        ({}, (), {import_states.SAME_MODEL}),
+        ({first.name: True}, (7, 7), {import_states.SAME_MODEL}),
+        ({first.name: False}, first.shape, {import_states.SAME_ROUTING}),
+    ):
+        other_run = SimpleNamespace(title="a run", is_muon=saved | more, shapes=shapes | dict.fromkeys(more, shape))
+        with pytest.raises(ImportStateError) as error:
+            import_states.match(optimizer, other_run)
+        found = {text for text in (import_states.SAME_MODEL, import_states.SAME_ROUTING) if text in str(error.value)}
+        assert found == advice and first.name in str(error.value)
 
 
 @pytest.mark.parametrize(("steps", "count"), [({"a": 4.0}, 4), ({"b": 4.0}, 4), ({}, 5)])
