@@ -366,7 +366,7 @@ def settings_of(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
             current.get("name"),
             change,
         )
-    left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks", "owner_counts", "ns_choice", NAMES}
+    left_out = KEPT_FROM_CONFIG | {"params", "matrices", "blocks", "owner_counts", NAMES}
     settings = {key: value for key, value in saved.items() if key not in left_out}
     silent = {"lr", "initial_lr", STARTED}  # schedules change rates all the time
     if current.get("use_muon"):  # torch's schedulers change the betas of every group; a Muon group's have no effect

@@ -28,7 +28,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of the workers: threads t
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"time_limit(seconds): bound of a test, {TIME_LIMIT:g} s by default")
     config.addinivalue_line("markers", "sample(count): so many of its cases run by default, the others in full runs")
-    config.addinivalue_line("markers", "ranks: may run functions on pools of ranks; set by this file")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -41,8 +40,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs on ranks and what runs in full runs only; leave out what this DeepSpeed gets wrong."""
-    _mark_ranks(items)
+    """Mark what runs in full runs only; leave out what this DeepSpeed gets wrong."""
     _mark_all_but_a_sample(items)
     _leave_out_stocks_faults(items)
 
@@ -51,12 +49,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: collections of garbage need not walk through it during the tests."""
     gc.collect()
     gc.freeze()
-
-
-def _mark_ranks(items: list[pytest.Item]) -> None:
-    for item in items:
-        if any("helpers.distributed" in str(getattr(value, "__module__", "")) for value in vars(item.module).values()):
-            item.add_marker(pytest.mark.ranks)
 
 
 def _mark_all_but_a_sample(items: list[pytest.Item]) -> None:
@@ -144,9 +136,10 @@ def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
 def worn_pools() -> Iterator[None]:
     """Close the process pools that the test has worn out."""
     yield
-    from helpers.distributed import end_worn_pools
+    from helpers.distributed import end_worn_pools, used
 
-    end_worn_pools()
+    end_worn_pools(used)
+    used.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -29,6 +29,7 @@ def sleep_forever_on(rank: int) -> int:
     return os.getpid()
 
 
+@pytest.mark.full
 def test_exception_reaches_the_parent() -> None:
     before = run(pid, 2)
     with pytest.raises(RankError) as caught:
@@ -38,6 +39,7 @@ def test_exception_reaches_the_parent() -> None:
     assert not set(before) & set(run(pid, 2))
 
 
+@pytest.mark.full
 def test_rank_that_sleeps_forever_is_killed_and_the_next_run_works() -> None:
     pids = run(pid, 2)
     with pytest.raises(RankError) as caught:

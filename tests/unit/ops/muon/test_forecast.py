@@ -48,7 +48,7 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("model", "layout", "config"), CASES, ids=str)
 def test_the_engine_binds_what_was_forecast(model: str, layout: Layout, config: dict[str, Any]) -> None:
     wrappers = check_against_the_engine(model, layout, **config)
@@ -125,7 +125,7 @@ def group(shapes: list[tuple[int, int]], split: bool = False) -> GroupSpec:
 shape = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     shapes=st.lists(shape, min_size=1, max_size=9),
     world_size=st.integers(1, 12),

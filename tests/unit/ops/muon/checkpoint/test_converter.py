@@ -21,7 +21,7 @@ from helpers.training import BF16_OPTIMIZER
 from helpers.universal import ADAMW, Case, build, convert, facts, peak_of
 
 #: On some of 4 ranks nothing of a group but padding.
-FEW: list[Case] = [{"stage": stage, "model": "few", "groups": True} for stage in (1, 2, 3)]
+FEW: list[Case] = [{"stage": stage, "model": "few", "groups": True} for stage in (2, 3)]
 FEW += [{"stage": 2, "groups": True, "scheduler": WARMUP}]
 PAIRED: list[Case] = [
     *({"stage": stage, "offload": offload} for stage in (1, 2, 3) for offload in (False, True)),
@@ -74,13 +74,13 @@ def test_settings_schedule_and_counts_continue(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.time_limit(1800)
-def test_every_pair_of_stages_and_precisions(tmp_path: Path) -> None:
-    """Stages 1 to 3, from 2 ranks to 3: momentum, moments and fp32 weights bit for bit, counts and settings."""
+def test_each_save_loads_at_other_stages_and_in_other_precisions(tmp_path: Path) -> None:
+    """Into three of the others, from 2 ranks to 3: momentum, moments and fp32 weights bit for bit, counts, settings."""
     saved = run(save_all, 2, timeout=300, cases=PAIRED, folder=str(tmp_path))[0]
     for index, before in enumerate(saved):
         convert(tmp_path / str(index))
-        folders = [str(tmp_path / str(index))] * len(PAIRED)
-        for case, after in zip(PAIRED, run(load_all, 3, timeout=300, cases=PAIRED, folders=folders)[0], strict=True):
+        folders, cases = [str(tmp_path / str(index))] * 3, [PAIRED[(index + n) % len(PAIRED)] for n in (1, 4, 7)]
+        for case, after in zip(cases, run(load_all, 3, timeout=300, cases=cases, folders=folders)[0], strict=True):
             assert lost(before, after) == [], (PAIRED[index], case)
             assert all(map(isfinite, after["losses"]))
 

@@ -4,7 +4,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.muon.math.momentum_storage import Blocks
-from deepspeed.muon.zero.checkpoint.save import micro_batches_done
 from deepspeed.muon.zero.wrappers.adapter import replaced
 from helpers.checkpoints import error_of
 from helpers.damaged_checkpoints import attempt_all, save_alone, train_undisturbed, with_adamw_for
@@ -162,37 +160,49 @@ def test_another_order_is_found(saved: dict[str, Any], loaded: dict[str, Any], t
 # ---- of another optimizer, or another routing -------------------------------------------------------------------
 
 
-def save_foreign(cases: list[dict[str, Any]], folder: str) -> None:
-    """Checkpoints of stock's AdamW, and of another routing."""
+def save_foreign(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Tensor]]:
+    """Checkpoints of stock's AdamW, and of another routing; return AdamW's weights by case."""
     import deepspeed
 
+    found = []
     for index, case in enumerate(cases):
         for tag, net, more in (("adamw", MODELS["mlp"](), {"optimizer": ADAMW}), ("routing", with_adamw_for(0), {})):
             engine = deepspeed.initialize(model=net, config=ds_config(**case, **more))[0]
             train_engine(engine, 1)
             engine.save_checkpoint(f"{folder}/{index}", tag=tag)
+            found += [full_weights(engine.module)] * (tag == "adamw")
             engine.destroy()
+    return found
 
 
-def load_foreign(cases: list[dict[str, Any]], folder: str) -> list[list[str]]:
-    """By case: the errors of loading both into an engine with a routing of its own."""
+def load_foreign(
+    cases: list[dict[str, Any]], folder: str
+) -> list[tuple[list[str], dict[str, Tensor], dict[str, Tensor]]]:
+    """By case: the errors of loading both into an engine with a routing of its own, AdamW's weights, and a step on."""
     found = []
     for index, case in enumerate(cases):
-        engine = make_engine(with_adamw_for(1), ds_config(**case))
-        found.append([error_of(engine.load_checkpoint, f"{folder}/{index}", tag) for tag in ("adamw", "routing")])
+        engine = make_engine(halve(with_adamw_for(1), 7), ds_config(**case))
+        errors = [error_of(engine.load_checkpoint, f"{folder}/{index}", tag) for tag in ("adamw", "routing")]
+        engine.load_checkpoint(f"{folder}/{index}", "adamw", load_module_only=True, load_optimizer_states=False)
+        assert engine.global_steps == 0
+        loaded = full_weights(engine.module)
+        train_engine(engine, 1)
+        found.append((errors, loaded, full_weights(engine.module)))
         engine.destroy()
     return found
 
 
-def test_checkpoints_of_stocks_adamw_and_of_another_routing_are_refused(tmp_path: Path) -> None:
-    cases = [CASES[0], CASES[1], CASES[5]]  # test_damaged_checkpoints has the other stages
-    run(save_foreign, 2, cases=cases, folder=str(tmp_path))
-    for errors in run(load_foreign, 2, cases=cases, folder=str(tmp_path)):
-        for index, (adamw, routing) in enumerate(errors):
+def test_of_stocks_adamw_only_the_weights_load_and_of_another_routing_nothing(tmp_path: Path) -> None:
+    cases = [CASES[0], CASES[1], CASES[5], {"stage": 3, "offload": True}]  # test_damaged_checkpoints has other errors
+    saved = run(save_foreign, 2, cases=cases, folder=str(tmp_path))[0]
+    for found in run(load_foreign, 2, cases=cases, folder=str(tmp_path)):
+        for case, weights, ((adamw, routing), loaded, stepped) in zip(cases, saved, found, strict=True):
             assert "another optimizer saved this checkpoint; if that was AdamW, " in adamw
-            assert ("convert it with python -m deepspeed.checkpoint.ds_to_universal" in adamw) == (index == 2)
-            assert index == 2 or "or only its weights, with load_module_only=True and load_optimizer_states" in adamw
+            assert ("convert it with python -m deepspeed.checkpoint.ds_to_universal" in adamw) == (case["stage"] > 0)
+            assert case["stage"] or "or only its weights, with load_module_only=True and load_optimizer_s" in adamw
             assert "['layers.1.weight'] only in the checkpoint and ['layers.0.weight'] only in this run" in routing
+            assert differing(loaded, weights) == []
+            assert 0 < max(float((stepped[name] - loaded[name]).abs().max()) for name in loaded) < 0.05
 
 
 # ---- a universal checkpoint, damaged for one rank ----------------------------------------------------------
@@ -239,19 +249,6 @@ def test_a_damaged_universal_checkpoint_is_refused_on_all_ranks(tmp_path: Path) 
     (tmp_path / "latest").unlink()
     for loaded, rate in run(load_damaged_and_whole, 2, folder=str(tmp_path)):
         assert differing(loaded, saved) == [] and rate == 0.01
-
-
-# ---- counts and settings ------------------------------------------------------------------------------------
-
-
-def test_who_names_the_boundary_is_not_in_the_midst_of_a_step() -> None:
-    """As accelerate does."""
-    engine = SimpleNamespace(
-        micro_steps=6, gradient_accumulation_steps=lambda: 4, _is_gradient_accumulation_boundary=None
-    )
-    assert micro_batches_done(engine) == 2
-    engine._is_gradient_accumulation_boundary = True
-    assert micro_batches_done(engine) == 0
 
 
 # ---- loads map files, read the model's file once, and keep nothing in a mapped file ------------------------------

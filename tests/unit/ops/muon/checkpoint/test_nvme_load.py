@@ -25,8 +25,6 @@ PIPELINED, ON_CPU, BF16 = {"pipelined": True}, {"device": "cpu"}, {"dtype": "bf1
 
 #: Cases of the table's row, saved by and loaded by.
 CROSSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    (PIPELINED, PIPELINED),
     ({}, ON_CPU),
     (ON_CPU, PIPELINED),
     ({"stays": True, "pipelined": False}, PIPELINED),

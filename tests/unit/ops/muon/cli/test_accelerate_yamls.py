@@ -99,6 +99,7 @@ def train(configs: list[dict[str, Any]]) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_each_shape_trains(ds_muon: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text(DS_CONFIG)

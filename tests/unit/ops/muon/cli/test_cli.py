@@ -362,6 +362,7 @@ def test_help_waits_for_nothing(flags: list[str]) -> None:
     assert "usage: ds_muon" in done.stdout or "deepspeed-muon" in done.stdout
 
 
+@pytest.mark.full
 def test_the_module_prints_json_alone(tmp_path: Path) -> None:
     """Python imports DeepSpeed, which warns on stdout, before it runs the module."""
     (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}}))

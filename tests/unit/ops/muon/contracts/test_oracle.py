@@ -28,6 +28,7 @@ def test_training_equals_the_oracle(name: str, index: int, tmp_path: Path) -> No
         assert not any(of_rank) or of_rank == pytest.approx(expected.norms, rel=0.1 if is_half else 1e-3)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_oracle_knows_the_setting(name: str) -> None:
     """Without its rules, or with each parameter as one matrix, another training comes out: the test above can fail."""

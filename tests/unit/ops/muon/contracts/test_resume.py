@@ -20,11 +20,9 @@ def test_resume_is_exact(name: str, index: int, tmp_path: Path) -> None:
     verify_save(tmp_path / (tmp_path / "latest").read_text())
 
 
-FRESH = ["ZeRO", "precision and offload", "NVMe, dynamic loss scale"]
-
-
 @pytest.mark.time_limit(1200)
-@pytest.mark.parametrize("name", [*FRESH, pytest.param("experts", marks=pytest.mark.full)])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["ZeRO", "NVMe, dynamic loss scale", "precision and offload", "experts"])
 def test_resume_in_a_fresh_process_is_exact(name: str, tmp_path: Path) -> None:
     world = SETTINGS[name].case(0)["world"]
     job = {"name": name, "index": 0, "folder": str(tmp_path)}

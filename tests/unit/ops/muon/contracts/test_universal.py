@@ -41,6 +41,7 @@ LOST = {"AutoTP, normuon of shards": (14, 0), "pipeline, normuon": (6, 6), "Auto
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LOST)
 def test_second_moments_that_the_converter_drops_start_at_zero_with_a_warning(name: str, tmp_path: Path) -> None:
     job = {"name": name, "index": 0, "folder": str(tmp_path)}

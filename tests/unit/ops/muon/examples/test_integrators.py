@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples for training tools, with the tools' own command lines: two ranks, at ZeRO stages 2 and 3."""
 
-import functools
 import json
 import os
 import shutil
@@ -18,8 +17,6 @@ import torch
 import yaml
 
 from helpers.checkpoints import optimizer_states, same
-from helpers.distributed import run
-from helpers.models import GLOBAL_BATCH, MODELS, train_engine
 from helpers.paths import EXAMPLES
 
 RANKS, STEPS, TIMEOUT = 2, 20, 400.0
@@ -146,50 +143,3 @@ def test_ours_trains_and_resumes_exactly(name: str, stage: int, tiny: Path, tmp_
     assert rows(resumed, measure)[STEPS // 2 :] == found[STEPS // 2 :]
     assert same(states(whole, STEPS), states(resumed, STEPS))
     assert not same(states(whole, STEPS // 2), states(whole, STEPS))
-
-
-def train_as_openrlhf_does(stage: int) -> list[float]:
-    """The losses of a small model under OpenRLHF's config for `--optim muon` and its call of DeepSpeed."""
-    from transformers.optimization import get_scheduler
-
-    import deepspeed
-
-    auto = dict.fromkeys(("sub_group_size", "stage3_param_persistence_threshold", "reduce_bucket_size"), "auto")
-    offload = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none", "pin_memory": True}}
-    rates = {"lr": 0.02, "muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.95}
-    config = {
-        "zero_optimization": {"stage": stage, **offload, **auto, "zero_hpz_partition_size": 1},
-        "bf16": {"enabled": True},
-        "fp16": {"enabled": False},
-        "gradient_clipping": 1.0,
-        "data_types": {"grad_accum_dtype": None},
-        "checkpoint": {"load_universal": False},
-        "compile": {"deepcompile": False},
-        "tensor_parallel": {"autotp_size": 1},
-        "optimizer": {"type": "Muon", "params": {**rates, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}},
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // 2,
-        "train_batch_size": GLOBAL_BATCH,
-    }
-    net = MODELS["mlp"]()
-    engine, *_ = deepspeed.initialize(
-        model=net,
-        model_parameters=[param for param in net.parameters() if param.requires_grad],
-        lr_scheduler=functools.partial(
-            get_scheduler,
-            "cosine_with_min_lr",
-            num_warmup_steps=1,
-            num_training_steps=STEPS,
-            scheduler_specific_kwargs={"min_lr_rate": 0.1},
-        ),
-        config=config,
-    )
-    assert type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
-    return [loss for _ in range(STEPS) for loss in train_engine(engine, 1)]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_openrlhfs_config_trains(stage: int) -> None:
-    """OpenRLHF itself needs a GPU; this is what its DeepspeedStrategy hands to DeepSpeed."""
-    pytest.importorskip("transformers")
-    for losses in run(train_as_openrlhf_does, RANKS, stage=stage):
-        assert losses[-1] < losses[0] - 0.5

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from examples.test_frameworks import ENV, RANKS, TIMEOUT, run_script
 from helpers.distributed import Pool
 from helpers.engine_state import named_states
 from helpers.models import full_weights
 from helpers.paths import EXAMPLES
+from helpers.scripts import ENV, RANKS, TIMEOUT, run_script
 from helpers.training import fp32_weights
 
 STAGED = EXAMPLES / "staged"
@@ -105,8 +105,8 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("stage", [2, 0, 1, 3])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_annealing_keeps_the_state_and_fine_tuning_only_the_weights(stage: int, tmp_path: Path) -> None:
     pretrain, anneal, finetune = stages("pretrain_anneal_finetune", stage, tmp_path)
     assert len(pretrain["saved"]["states"]) == 10 and all(value.any() for value in pretrain["saved"]["states"].values())
@@ -122,8 +122,8 @@ def test_annealing_keeps_the_state_and_fine_tuning_only_the_weights(stage: int, 
     assert 0 < max(rates[0] for rates in finetune["rates"]) <= 3e-3
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_second_stage_keeps_the_projectors_state(stage: int, tmp_path: Path) -> None:
     align, tune = stages("two_stages", stage, tmp_path)
     loaded, saved = tune["loaded"], align["saved"]

@@ -3,7 +3,6 @@
 
 import math
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from deepspeed.muon.exchange import plan as planning
 from helpers.distributed import Pool, run
 from helpers.engine_state import differing
 from helpers.models import MODELS, make_batch
-from helpers.oracles import route, train_oracle
-from helpers.parity import STEPS, assert_parity
-from helpers.training import ORACLE, PARAMS
+from helpers.parity import STEPS
+from helpers.training import PARAMS
 
 
 def build(model: str = "broad", wrap: str = "ddp", **params: Any) -> tuple[nn.Module, MuonWithAuxAdam]:
@@ -85,15 +83,6 @@ def test_ranks_share_the_work_and_get_the_same_bits(wrap: str, world: int, accum
         assert differing(rank["held"], repeated[0]["held"]) == []
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_training_equals_the_oracle(world: int) -> None:
-    """Without clipping, which is the script's own."""
-    net = MODELS["broad"]()
-    reference = train_oracle(net, net.batch, STEPS, route(net), replace(ORACLE, clip=0.0))
-    for rank in run(trained, world):
-        assert_parity(rank["held"], reference)
-
-
 def train_through(bad: bool) -> dict[str, Tensor]:
     """Good steps, and between them one whose loss is not a number on one rank."""
     net, optimizer = build()
@@ -121,6 +110,8 @@ def around_a_save(folder: str, normuon: bool, loads: bool) -> dict[str, Tensor]:
         inner(net).load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     else:
+        with pytest.raises(RuntimeError, match="second moments of") if normuon else nullcontext():
+            optimizer.state_dict()  # a part of them
         with optimizer.whole_state():
             saved = {"model": inner(net).state_dict(), "optimizer": optimizer.state_dict()}
         if dist.get_rank() == 0:
@@ -163,7 +154,9 @@ def load_on_rank_0(settings: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("settings", [{}, {"ns_method": "gram"}, {"ns_dtype": "bf16"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"ns_method": "gram"}, pytest.param({"ns_dtype": "bf16"}, marks=pytest.mark.full)]
+)
 def test_a_state_that_one_rank_loads_is_noticed(settings: dict[str, Any]) -> None:
     """Also where only the number of steps differs, and after the first step."""
     assert all("loaded state; build it identically" in text for text in run(load_on_rank_0, 2, settings=settings))

@@ -13,7 +13,7 @@ from deepspeed.muon.errors import DisagreementError
 from deepspeed.muon.exchange import plan as planning
 from deepspeed.muon.exchange.consensus import agree, differences
 from helpers.collectives import recorded
-from helpers.distributed import RankError, run
+from helpers.distributed import run
 from helpers.models import MODELS, train_engine
 from helpers.training import PARAMS, ds_config, make_engine, train_on_gradients, with_params
 
@@ -30,7 +30,7 @@ def train_shared(**config: Any) -> dict[str, Tensor]:
 @pytest.mark.skipif(
     Version(torch.__version__) < Version("2.6"), reason="the bits of torch 2.5's bf16 products depend on their number"
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bits_do_not_depend_on_the_size_of_buckets(stage: int, world: int) -> None:
@@ -84,7 +84,7 @@ def test_all_ranks_get_one_answer(facts: dict[str, Any], texts: list[str]) -> No
 
 def test_a_rank_that_takes_long_to_get_ready_is_not_silent() -> None:
     """As a slow node that compiles the kernels."""
-    results = run(state, 2, fresh=True, env={"DS_MUON_BIND_TIMEOUT": "1"}, facts={"x": 1, "seconds": [0, 4]})
+    results = run(state, 2, fresh=True, env={"DS_MUON_BIND_TIMEOUT": "1"}, facts={"x": 1, "seconds": [0, 2.5]})
     assert results == ["{'ok': 1}"] * 2
 
 
@@ -99,7 +99,7 @@ def start_over(late: int) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_failed_construction_that_is_retried_leaves_nothing_behind(late: int) -> None:
     """The retry of a rank must not meet the verdict on an attempt that it missed."""
     found = run(start_over, 2, fresh=True, env={"DS_MUON_BIND_TIMEOUT": "1"}, late=late)
@@ -126,22 +126,6 @@ def test_a_rank_that_starts_over_alone_is_named() -> None:
     for first, second, third in run(start_over_within, 2):
         assert first == third == "{'ok': 1}"
         assert "ranks [1] are at another step of building the optimizer" in second
-
-
-def fail_inside_the_exchange(stage: int) -> None:
-    """Rank 1 dies before its first collective; the others must not hang."""
-    import os
-
-    from deepspeed.muon.exchange.run import Exchange
-
-    if torch.distributed.get_rank() == 1:
-        Exchange._start = lambda *args, **kwargs: os._exit(3)
-    train_on_gradients(SHAPES, 1, stage=stage)
-
-
-def test_a_rank_that_dies_in_the_exchange_ends_the_others() -> None:
-    with pytest.raises(RankError, match="ended with code 3"):
-        run(fail_inside_the_exchange, 2, fresh=True, stage=3)
 
 
 # ---- connections ----------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("pace", [HELD, RANDOM], ids=["held", "random"])
 @pytest.mark.parametrize(("world", "case"), CASES, ids=str)
 def test_training_saves_and_loads_give_a_cpus_bits(

@@ -15,6 +15,7 @@ from helpers.jobs import random_job
 PHASES = ["open", "prepare", "send", "wait", "orthogonalize", "send_back", "wait_back", "apply"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", range(0, 600, 100))
 def test_the_order_of_a_step(first: int) -> None:
     for part in (part for seed in range(first, first + 100) for part in random_job(seed)):

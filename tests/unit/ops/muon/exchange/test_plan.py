@@ -175,13 +175,6 @@ def test_a_bucket_cuts_batches_only_where_it_is_full() -> None:
 # ---- runs that are updated by one call; each once: check_copies ---------------------------------------------------
 
 
-def test_matrices_that_lie_as_in_their_bucket_are_one_span() -> None:
-    shards, _ = flat_layout(specs([(8, 8)] * 50), 1)
-    (bucket,) = make_plan(shards, 0, 1, COST).buckets
-    (call,) = bucket.run_groups(lambda rows, cols: 1.0)
-    assert bucket.spans(call, staged=False) == [(0, 0, 50 * 64)]
-
-
 def test_a_span_is_no_longer_than_its_limit_unless_a_run_is() -> None:
     shards, _ = flat_layout(specs([(256, 256)] * 2 + [(128, 256)] * 5), 1)
     (bucket,) = make_plan(shards, 0, 1, COST).buckets
@@ -192,6 +185,7 @@ def test_a_span_is_no_longer_than_its_limit_unless_a_run_is() -> None:
 # ---- what travels where --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", range(0, 600, 100))
 def test_every_element_goes_to_its_owner_and_back(first: int) -> None:
     check_jobs(range(first, first + 100), most_ranks=12)

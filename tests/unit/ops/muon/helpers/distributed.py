@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -289,6 +289,8 @@ class Pool:
 
 
 _pools: dict[int, Pool] = {}
+used: set[int] = set()
+"""Sizes of the pools that the test has used."""
 
 
 def run(
@@ -315,14 +317,27 @@ def run(
             return pool.run(fn, kwargs, timeout)
         finally:
             pool.close()
+    if world_size not in used:
+        end_worn_pools({world_size})  # a rank may have ended since an earlier test
+        used.add(world_size)
     if world_size not in _pools or _pools[world_size].closed:
         _pools[world_size] = Pool(world_size)
     return _pools[world_size].run(fn, kwargs, timeout)
 
 
-def end_worn_pools() -> None:
-    """Close the pools that earlier tests left slow. Call it between tests only: runs of one test are compared."""
-    for pool in _pools.values():
+def run_each(job: Callable[..., Any], world_size: int, cases: Iterable[dict[str, Any]]) -> list[list[Any]]:
+    """Run `job(**case)` one case after another on `world_size` ranks; return the results by rank for each case."""
+    results = run(_each, world_size, job=job, cases=list(cases))
+    return [list(by_rank) for by_rank in zip(*results, strict=True)]
+
+
+def _each(job: Callable[..., Any], cases: list[dict[str, Any]]) -> list[Any]:
+    return [job(**case) for case in cases]
+
+
+def end_worn_pools(sizes: set[int]) -> None:
+    """Close pools of these sizes that tests left slow. Call it between tests only: runs of one test are compared."""
+    for pool in (_pools[size] for size in sizes & _pools.keys()):
         if pool.is_worn():
             pool.close()
 

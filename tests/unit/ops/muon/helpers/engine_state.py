@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.models import MODELS, full_weights, train_engine
-from helpers.training import ds_config, make_engine
+from helpers.models import full_weights
 
 
 def flat_tensors(engine: Any) -> list[Tensor]:
@@ -81,18 +80,3 @@ def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 ADAM, MUON = ["exp_avg", "exp_avg_sq", "step"], ["momentum_buffer", "step"]
 INT8 = ["momentum_absmax", "momentum_codes", "step"]
 """The keys of a tensor's state in memory."""
-
-
-def state_sizes(cases: list[dict[str, Any]], model: str = "mlp") -> list[tuple[int, int, int]]:
-    """Return for each case (bytes of this rank's Muon state, elements of its flat tensors, number of these tensors)."""
-    sizes = []
-    for case in cases:
-        engine = make_engine(MODELS[model](), ds_config(**case))
-        train_engine(engine, 1)
-        optimizer = engine.basic_optimizer
-        flats = [tensor for tensor in flat_tensors(engine) if optimizer.state_keys(tensor) == MUON]
-        values = [value for tensor in flats for value in optimizer.state[tensor].values()]
-        storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
-        sizes.append((sum(storages.values()), sum(tensor.numel() for tensor in flats), len(flats)))
-        engine.destroy()
-    return sizes

@@ -4,7 +4,6 @@
 import atexit
 import gc
 import logging
-import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -23,9 +22,7 @@ def holdings(models: list[nn.Module]) -> dict[str, int]:
     kinds = Counter(type(one).__name__ for one in objects)
     loggers = [one for one in logging.Logger.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     module_wide = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_")]
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
-        "resident MB": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6),
         "tensors": len(tensors),
         "tensor MB": round(sum(storages.values()) / 1e6),
         "engines": kinds["DeepSpeedEngine"],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from helpers.models import UNEVEN, Mlp
+from helpers.models import Mlp
 from helpers.training import ds_config, make_engine
 
 
@@ -30,12 +30,10 @@ def logged(level: int = logging.INFO, with_levels: bool = False) -> Iterator[lis
         logger.setLevel(before)
 
 
-def logged_at_start(
-    widths: tuple[int, ...] = UNEVEN, groups: int = 1, level: int = logging.INFO, **config: Any
-) -> list[tuple[str, str]]:
-    """Build an engine for an MLP; return (level, message) of all that is logged meanwhile from ``level`` on."""
-    params = list((net := Mlp(widths)).parameters())
+def logged_at_start(groups: int = 1, **config: Any) -> list[tuple[str, str]]:
+    """Build an engine for an MLP; return (level, message) of all that is logged meanwhile."""
+    params = list((net := Mlp()).parameters())
     halves = [{"params": params[i::groups]} for i in range(groups)]
-    with logged(level, with_levels=True) as said:
+    with logged(with_levels=True) as said:
         make_engine(net, ds_config(**config), model_parameters=halves).destroy()
     return said

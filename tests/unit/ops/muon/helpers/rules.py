@@ -2,14 +2,12 @@
 """Update rules beyond plain Muon, for the oracle: written row by row, for matrices (outputs, inputs)."""
 
 import math
-import random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from helpers.attention import clip_heads
-from helpers.oracles import QUINTIC, Memory, newton_schulz_fp64
+from helpers.oracles import Memory
 
 
 def unit_rows(matrix: Tensor) -> Tensor:
@@ -75,38 +73,3 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 #: The settings that :class:`deepspeed.muon.math.rules.Rules` implements.
 OF_MATRICES = [rule for rule, (_, settings) in RULES.items() if settings.keys() & {"before", "after"}]
-
-_CLIP = 0.4
-"""A threshold that heads of a TinyGpt exceed."""
-Setting = tuple[dict[str, Any], dict[str, Any]]
-"""Keys of optimizer.params, and the oracle's settings."""
-#: Settings by the place of a step at which they act; a combination takes one from each.
-CHOICES: list[list[Setting]] = [
-    [
-        ({}, {}),
-        *(RULES[rule] for rule in ("normuon", "muon_plus")),
-        ({"normuon": True, "muon_plus": True}, {"after": muon_plus_and_normuon}),
-    ],
-    [({}, {}), *(RULES[rule] for rule in ("muon_eq, rows", "muon_eq, columns"))],
-    [
-        ({}, {}),
-        ({"ns_steps": 6}, {"orthogonalize": lambda matrix: newton_schulz_fp64(matrix, (*QUINTIC, QUINTIC[0]))}),
-    ],
-    [({}, {}), RULES["momentum"]],
-    [({}, {}), RULES["cautious"], RULES["decay"]],
-    [
-        ({}, {}),
-        *(({"qk_clip": {"tau": _CLIP, "alpha": alpha}}, {"observe": clip_heads(_CLIP, alpha)}) for alpha in (0.5, 0.2)),
-    ],
-]
-
-
-def combination(draw: random.Random) -> Setting:
-    """Return a random setting that combines one rule of each place; both kinds of schedules act together."""
-    chosen = [draw.choice(settings) for settings in CHOICES]
-    params = {key: value for keys, _ in chosen for key, value in keys.items()}
-    settings = {key: value for _, values in chosen for key, value in values.items()}
-    schedules = [values["varying"] for _, values in chosen if "varying" in values]
-    if schedules:
-        settings["varying"] = lambda step: {key: value for of in schedules for key, value in of(step).items()}
-    return params, settings

@@ -15,7 +15,7 @@ import pytest
 
 from helpers import ways
 from helpers.attention import clip_heads, some_tau
-from helpers.models import Absent
+from helpers.models import GLOBAL_BATCH, Absent
 from helpers.oracles import OracleResult, route, train_oracle
 from helpers.parity import AUTOCAST, CELLS, FP16_AUTOCAST, HALVES, STEPS
 from helpers.rules import RULES
@@ -41,6 +41,7 @@ class Setting:
         without: contract -> why it is not run.
         moves: where a universal checkpoint is loaded, if not at another stage on 2 or 3 ranks.
         quick: how many cases run by default under each contract.
+        near: other rows compare the same path with the oracle by default, so this one does only in full runs.
     """
 
     way: Way
@@ -51,6 +52,7 @@ class Setting:
     without: dict[str, str] = field(default_factory=dict)
     moves: Case = field(default_factory=dict)
     quick: int = 1
+    near: bool = False
 
     def case(self, index: int) -> Case:
         """Return a case in full: on 2 ranks and clipped at 1 unless it says otherwise, with its section `optimizer`."""
@@ -172,7 +174,24 @@ STATEFUL: list[Case] = [
 ]
 """Where optimizer state lies in different ways."""
 
+OPENRLHF: Case = {
+    "dtype": "bf16",
+    "fp16": {"enabled": False},
+    "zero": {
+        **dict.fromkeys(("sub_group_size", "stage3_param_persistence_threshold", "reduce_bucket_size"), "auto"),
+        "offload_param": {"device": "none"},
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "zero_hpz_partition_size": 1,
+    },
+    "data_types": {"grad_accum_dtype": None},
+    "checkpoint": {"load_universal": False},
+    "compile": {"deepcompile": False},
+    "tensor_parallel": {"autotp_size": 1},
+    "train_batch_size": GLOBAL_BATCH,
+}
+"""What OpenRLHF's DeepspeedStrategy hands to DeepSpeed for ``--optim muon``; the tool itself needs a GPU."""
 IDLE: list[Case] = [
+    *({"stage": stage, **OPENRLHF} for stage in (3, 2)),
     {"stage": 2, "zero": {"parameter_alignment": True}},
     {"stage": 1, "prescale_gradients": True, "gradient_predivide_factor": 2.0},
     {"stage": 3, "communication_data_type": "fp32", "zero": {"use_all_reduce_for_fetch_params": True}},
@@ -204,7 +223,7 @@ AUTOTP, MPU = ways.TensorParallel(), ways.Megatron()
 SETTINGS: dict[str, Setting] = {
     "ZeRO": Setting(Way(), all_pairs(), quick=4),
     "ZeRO on 1 to 4 ranks": Setting(
-        Way(), [case | {"world": world, "accumulation": 4} for world in (1, 2, 3, 4) for case in OFFLOADED]
+        Way(), [case | {"world": world, "accumulation": 4} for world in (1, 2, 3, 4) for case in OFFLOADED], near=True
     ),
     "precision and offload": Setting(Way(), list(precisions("fp32", "bf16", "fp16", "autocast")), quick=2),
     "fp16 autocast": Setting(
@@ -219,7 +238,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     **{
         f"bf16 on the wire, Newton-Schulz in {dtype}": Setting(
-            Way(), grid((3, 0, 1, 2), model="narrow"), {"ns_dtype": dtype, "wire_dtype": "bf16"}, bounds=(bound, bound)
+            Way(),
+            grid((3, 0, 1, 2), model="narrow"),
+            {"ns_dtype": dtype, "wire_dtype": "bf16"},
+            bounds=(bound, bound),
+            near=dtype == "fp16",
         )
         for dtype, bound in (("bf16", 0.045), ("fp16", 0.022), ("fp32", 0.022))
     },
@@ -285,7 +308,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     **{
         f"matrices without gradient, {name}": Setting(
-            ways.Gone(), grid((2, 3)), params | SPLIT_ABSENT, oracle, (bound, bound)
+            ways.Gone(), grid((2, 3)), params | SPLIT_ABSENT, oracle, (bound, bound), near=name == "bf16"
         )
         for name, (params, oracle, bound) in {
             "int8": ({"momentum_dtype": "int8"}, {}, 0.1),
@@ -312,12 +335,18 @@ SETTINGS: dict[str, Setting] = {
     },
     **{
         f"momentum in {dtype}, fused projections": Setting(
-            Way(), [case | {"model": "gpt"} for case in OFFLOADED], {"momentum_dtype": dtype}, bounds=bounds
+            Way(), [case | {"model": "gpt"} for case in OFFLOADED], {"momentum_dtype": dtype}, bounds=bounds, near=True
         )
         for dtype, bounds in (("bf16", (0.1, 0.02)), ("int8", (0.3, 0.1)))
     },
     **{
-        name: Setting(Way(), [case | {"model": "gpt"} for case in MANY_RANKS], params, oracle)
+        name: Setting(
+            Way(),
+            [case | {"model": "gpt"} for case in MANY_RANKS],
+            params,
+            oracle,
+            near=name in ("normuon, slow", "muon_eq, columns", "muon_eq and normuon"),
+        )
         for name, (params, oracle) in RULES.items()
     },
     **{
@@ -327,6 +356,7 @@ SETTINGS: dict[str, Setting] = {
             {"qk_clip": {"tau": some_tau(), "alpha": alpha}},
             {"observe": clip_heads(some_tau(), alpha)},
             without=CLIPPED,
+            near=alpha == 0.2,
         )
         for alpha in (0.5, 0.2)
     },
@@ -345,7 +375,9 @@ SETTINGS: dict[str, Setting] = {
     "heads": Setting(ways.Heads(), grid((0, 1, 2, 3), (2, 1, 3), model="gpt"), {"per_head_muon": True}),
     "fused projections": Setting(ways.Layouts(), grid((0, 1, 2, 3), (2, 1, 3), model="layouts")),
     **{
-        f"fused projections, {rule}": Setting(ways.Layouts(), grid((2, 3, 0, 1), model="layouts"), *RULES[rule])
+        f"fused projections, {rule}": Setting(
+            ways.Layouts(), grid((2, 3, 0, 1), model="layouts"), *RULES[rule], near=rule != "normuon"
+        )
         for rule in ("normuon", "muon_eq, rows", "muon_plus")
     },
     "fused projections as one matrix": Setting(
@@ -426,6 +458,7 @@ SETTINGS: dict[str, Setting] = {
         RULES["normuon"][1],
         moves={"world": 4},
         without={"universal": "the converter keeps one rank's second moments; another test reads the warning"},
+        near=True,
     ),
     "AutoTP in bf16": Setting(
         AUTOTP,
@@ -447,7 +480,9 @@ SETTINGS: dict[str, Setting] = {
         without=MARKED,
     ),
     **{
-        f"mpu, {name}": Setting(MPU, [*grid((2, 3, 0, 1), (2, 4)), {"stages": 2, "world": 4}], params, without=MARKED)
+        f"mpu, {name}": Setting(
+            MPU, [*grid((2, 3, 0, 1), (2, 4)), {"stages": 2, "world": 4}], params, without=MARKED, near=True
+        )
         for name, params in (("heads", {"per_head_muon": True}), ("shards", {"tp_mode": "shard"}))
     },
     "mpu, normuon": Setting(
@@ -469,6 +504,7 @@ SETTINGS: dict[str, Setting] = {
             )
         ],
         without=MARKED,
+        near=True,
     ),
     "pipeline": Setting(
         ways.Pipeline(),
@@ -479,6 +515,7 @@ SETTINGS: dict[str, Setting] = {
         ways.Pipeline(),
         [{"model": "tied", "world": 4, "stages": 4}],
         without={"universal": "the converter needs as many layers with files as stages"},
+        near=True,
     ),
     "pipeline of four stages, no layer twice": Setting(
         ways.Pipeline(),
@@ -491,6 +528,7 @@ SETTINGS: dict[str, Setting] = {
         [{"model": model, "world": 4} for model in ("tied", "late")],
         *RULES["normuon"],
         without=ONE_STAGE,
+        near=True,
     ),
     "pipeline in bf16 without ZeRO": Setting(
         ways.Pipeline(),
@@ -498,7 +536,7 @@ SETTINGS: dict[str, Setting] = {
         without=NO_FILES,
     ),
     "mpu and pipeline in bf16 without ZeRO": Setting(
-        MPU, [{"world": 4, "dtype": "bf16", "stages": 2, "stage": 0}], without=NO_FILES
+        MPU, [{"world": 4, "dtype": "bf16", "stages": 2, "stage": 0}], without=NO_FILES, near=True
     ),
     "pipeline under fp16 autocast": Setting(
         ways.Pipeline(),
@@ -570,8 +608,11 @@ SETTINGS: dict[str, Setting] = {
         ways.AutoEp(),
         [{"stage": stage, "world": 4, "experts": 2, "clip": 1.0 if stage else 0.0} for stage in (2, 3, 0, 1)],
         moves={"world": 2},
+        near=True,
     ),
-    "AutoEP, normuon": Setting(ways.AutoEp(), grid((3, 2, 1), (4,)), *RULES["normuon"], without=AUTOEP_MOVES),
+    "AutoEP, normuon": Setting(
+        ways.AutoEp(), grid((3, 2, 1), (4,)), *RULES["normuon"], without=AUTOEP_MOVES, near=True
+    ),
     "AutoEP with AutoTP": Setting(
         ways.AutoEp(),
         [
@@ -613,7 +654,6 @@ SETTINGS: dict[str, Setting] = {
             for stage in (3, 0, 2, 1)
         ],
         without=STAGES_DIFFER,
-        quick=2,
     ),
     "ALST": Setting(ways.Alst(), grid((2, 3)), without=STAGES_DIFFER),
     "dynamic loss scale and schedule": Setting(
@@ -624,14 +664,14 @@ SETTINGS: dict[str, Setting] = {
     "hybrid engine": Setting(
         ways.Hybrid(),
         [
-            *({"stage": stage, "model": model} for model in ("opt", "qwen") for stage in (0, 1, 2, 3)),
+            *({"stage": stage, "model": model} for model in ("qwen", "opt") for stage in (0, 1, 2, 3)),
             {"stage": 2, "model": "opt", "dtype": "bf16"},
         ],
-        quick=2,
     ),
     "settings that are not refused": Setting(
         Way(),
         IDLE,
+        quick=2,
         without=dict.fromkeys(("resume", "frozen", "universal"), "the settings are about the way of gradients only"),
     ),
     "NVMe, momentum in memory": Setting(
@@ -664,12 +704,13 @@ def possible(contract: str, setting: Setting) -> list[int]:
 def cells(contract: str) -> list[Any]:
     """Return (name of a setting, number of a case) for every cell of a contract; most are `full`.
 
-    By default each contract starts at another case, so that together they reach more of them.
+    By default each contract takes other rows and starts at another case, so that together they reach more of them.
     """
     found = []
     for row, (name, setting) in enumerate(SETTINGS.items()):
         chosen, first = possible(contract, setting), CONTRACTS.index(contract)
-        turns = range(setting.quick if chosen and row % EVERY[contract] == 0 else 0)
+        is_turn = (row - 2 * first) % EVERY[contract] == 0 and not (setting.near and contract == "oracle")
+        turns = range(setting.quick if chosen and is_turn else 0)
         quick = {chosen[(first + turn * len(chosen) // setting.quick) % len(chosen)] for turn in turns}
         for index in chosen:
             text = ", ".join(f"{key} {value}" for key, value in setting.cases[index].items())

@@ -108,6 +108,8 @@ SECTIONS: list[dict[str, Any]] = [
     {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_max_mom": 1.0}}},
     {"gradient_clipping": 0.0, "optimizer": {"type": "Muon", "params": {"max_grad_norm": 1.0}}},
     {"optimizer": {"type": "MuonWithAuxAdam", "params": WRONG}},
+    {"checkpoint": {"muon_changed_model": "mach"}},
+    {"checkpoint": {"muon_changed_models": "match"}},
 ]
 #: Parameter groups.
 GROUPS: list[dict[str, Any]] = [

@@ -121,8 +121,7 @@ def round_as_the_twin(kernels: KernelSet, name: str, step: int, first: int) -> N
 
 @pytest.mark.parametrize("first", [0, 2**31 - 100, 2**32 - 5, 2**40 + 7])
 def test_a_rounded_momentum_has_the_twins_bits(on: Any, first: int) -> None:
-    for name in ("w", "layers.0.weight"):
-        on(round_as_the_twin, name=name, step=first % 1000 + 1, first=first)
+    on(round_as_the_twin, name="layers.0.weight", step=first % 1000 + 1, first=first)
 
 
 def test_a_copy_is_rounded_with_the_same_random_numbers(kernels: KernelSet) -> None:
@@ -154,7 +153,7 @@ def decay_and_update(kernels: KernelSet, lr: float) -> None:
         assert lr or param.equal(before), "a zero rate changes nothing"
 
 
-@pytest.mark.parametrize("lr", [0.02, 0.5, 0.0])
+@pytest.mark.parametrize("lr", [0.02, 0.0])
 def test_decay_and_update(on: Any, lr: float) -> None:
     on(decay_and_update, lr=lr)
 

@@ -122,9 +122,8 @@ def test_passes_over_elements(name: str, types: dict[str, str], constants: dict[
         assert not is_wide or not re.search(r"LDG\S*\.(U16|U8)", code)
 
 
-@pytest.mark.parametrize(
-    "arch", [arch if arch == "gfx942" else pytest.param(arch, marks=pytest.mark.full) for arch in AMD]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("arch", AMD)
 def test_elementwise_on_amd(arch: str) -> None:
     """Every kernel compiles; an element is loaded and stored together with its neighbours."""
     for name, types, constants in {case[0]: case for case in reversed(ELEMENTWISE)}.values():

@@ -79,14 +79,6 @@ def test_zeros_stay_zeros() -> None:
     assert moment.equal(kept) and kept.any() and not matrix.any()
 
 
-def test_normuon_keeps_the_norm_and_makes_rows_alike() -> None:
-    matrix = randn(8, 64) * torch.arange(1, 9).unsqueeze(1)
-    before, moment = matrix.norm(), torch.zeros(8)
-    normuon(matrix, 0, moment, 0.95, Workspace())
-    torch.testing.assert_close(matrix.norm(), before)
-    torch.testing.assert_close(matrix.norm(dim=1), (before / 8**0.5).expand(8))
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_number_of_threads_does_not_matter(axis: int) -> None:
     found = []
@@ -99,6 +91,7 @@ def test_the_number_of_threads_does_not_matter(axis: int) -> None:
     assert all(matrix.equal(found[0][0]) and moment.equal(found[0][1]) for matrix, moment in found)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_rule_takes_every_shape(dtype: str, momentum_dtype: str) -> None:
@@ -143,14 +136,6 @@ def test_scales(rows: int, cols: int, original: float, rms: float, spectral: flo
     assert {name: scale_factor(name, rows, cols) for name in SCALES} == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
-def test_scales_are_torchs(name: str, shape: tuple[int, int]) -> None:
-    from torch.optim._muon import _adjust_lr
-
-    assert _adjust_lr(0.1, name, torch.Size(shape)) == pytest.approx(0.1 * scale_factor(name, *shape), rel=1e-12)
-
-
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("shape", [(24, 24), (24, 60), (60, 24), (2, 50)])
 def test_update_rms(name: str, shape: tuple[int, int]) -> None:
@@ -180,5 +165,3 @@ def test_weight_decay_goes_linearly_to_zero() -> None:
 
 def test_without_schedules_a_group_keeps_its_values() -> None:
     assert Schedules().settings_at(GROUP, 7) == GROUP and not str(Schedules())
-    text = "momentum from 0.85 over 300 steps, weight decay of the Muon groups to zero over 1000 steps"
-    assert str(Schedules(0.85, 300, 1000)) == text

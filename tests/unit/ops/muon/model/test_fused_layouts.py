@@ -92,7 +92,7 @@ def spec_of(model: nn.Module, word: str) -> tuple[MatrixSpec, str]:
     return spec, spec.name.removesuffix(".weight")
 
 
-def outputs(spec: MatrixSpec, model: nn.Module) -> list[frozenset[int]]:
+def outputs(spec: MatrixSpec) -> list[frozenset[int]]:
     """By block, which outputs of the weight's module it makes."""
     cols, axis = spec.shape[1], spec.output_axis
     return [frozenset(divmod(block.element(at), cols)[axis] for at in range(block.numel)) for block in spec.blocks]
@@ -139,7 +139,7 @@ def test_attention(kind: str) -> None:
     model = filled(make)
     (spec,) = (s for s in routes(model).values() if s.split_by == "muon_fused" and "gate" not in s.split)
     assert spec.split == split
-    path, found = spec.name.removesuffix(".weight"), outputs(spec, model)
+    path, found = spec.name.removesuffix(".weight"), outputs(spec)
     values, keys_and_values = reached(model, path, 1), reached(model, path, 2)
     rest = frozenset(range(max(map(max, found)) + 1)) - keys_and_values
     assert set(found) == {part for part in (rest, keys_and_values - values, values) if part}
@@ -160,7 +160,7 @@ def test_linear_attention(kind: str, name: str, split: str) -> None:
     kept, silent = reached(model, path, 2), silencing(model, path)
     rest = frozenset(range(spec.shape[0])) - kept
     parts = (rest - silent, kept - silent, kept & silent, rest & silent)
-    assert outputs(spec, model) == [part for part in parts if part]
+    assert outputs(spec) == [part for part in parts if part]
 
 
 GATES = "2 x 8 rows in 4 groups, queries and gates by muon_fused"
@@ -180,7 +180,7 @@ def test_step_sizes_and_decays_queries_and_gates(kind: str, layer: str, name: st
     assert spec.split == split
     found = reached(model, path, tokens)
     rest = frozenset(range(spec.shape[0])) - found
-    assert outputs(spec, model) == ([found, rest] if name == "in_proj_ba" else [rest, found])
+    assert outputs(spec) == ([found, rest] if name == "in_proj_ba" else [rest, found])
 
 
 @pytest.mark.parametrize("kind", GATED)

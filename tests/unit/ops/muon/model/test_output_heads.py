@@ -19,7 +19,7 @@ def mlp(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
 
 
-def blocks(width: int = 8) -> nn.ModuleList:
+def blocks() -> nn.ModuleList:
     return nn.ModuleList(Swiglu() for _ in range(2))
 
 

@@ -160,11 +160,6 @@ def test_our_tags_are_not_the_users_and_theirs_stay() -> None:
 
 def test_a_model_that_leaves_nothing_to_muon_is_refused_with_reasons_and_the_option_that_helps() -> None:
     """Reasons are counted, the most common first. A frozen model is DPO's reference, which gets the same config."""
-    net = nn.ModuleList(Adapted("lora_A", "lora_B") for _ in range(3))
-    net.append(nn.Embedding(4, 8))
-    text = refusal(net)
-    assert "all 7 matrices go to AdamW: 6 x LoRA factor of rank 2 (0.lora_A.weight, 0.lora_B.weight); 1 x emb" in text
-    assert '"muon_lora": "both"' in text and matrices_of(optimizer_of(net, muon_lora="both"))
     net = nn.ModuleDict({"lora": Adapted("lora_A", "lora_B"), "lm_head": linear()})
     assert '"muon_lora": "both"' in refusal(net, muon_exclude="lm_head"), "an exclusion that changes nothing"
     odd = [nested("lm_head", linear()), of_class("Mixer"), nn.Conv2d(2, 3, 2), linear(8, 1)]

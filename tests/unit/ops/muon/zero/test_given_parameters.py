@@ -22,11 +22,7 @@ Form = Callable[[Any], Any]
 FORMS: dict[str, Form] = {
     "generator": lambda net: net.parameters(),
     "named": lambda net: net.named_parameters(),
-    "view of a dict": lambda net: dict(net.named_parameters()).values(),
-    "items of a dict": lambda net: dict(net.named_parameters()).items(),
-    "group of a generator": lambda net: [{"params": net.parameters()}],
     "group of names": lambda net: [{"params": list(net.named_parameters())}],
-    "group of a tensor": lambda net: [{"params": net.layers[0].weight}, {"params": net.layers[1].weight}],
     "empty group": lambda net: [{"params": []}, {"params": net.parameters()}],
     "one frozen": lambda net: [net.layers[0].requires_grad_(False).weight, *net.layers[1].parameters()],
     "vectors alone": lambda net: [param for param in net.parameters() if param.ndim == 1],
@@ -34,13 +30,9 @@ FORMS: dict[str, Form] = {
 REFUSED: dict[str, Form] = {
     "group of a set": lambda net: [{"params": set(net.parameters())}],
     "a dict": lambda net: {"params": list(net.parameters())},
-    "a number": lambda net: [3.0],
     "None": lambda net: [None],
-    "a tensor": lambda net: net.layers[0].weight,
-    "no leaf": lambda net: [net.layers[0].weight * 2],
     "some names": lambda net: [("a", net.layers[0].weight), net.layers[0].bias],
     "group, then a tensor": lambda net: [{"params": [net.layers[0].weight]}, net.layers[0].bias],
-    "tensor, then a group": lambda net: [net.layers[0].bias, {"params": [net.layers[0].weight]}],
     "in two groups": lambda net: [{"params": net.parameters()}, {"params": [net.layers[0].bias]}],
     "nothing": lambda net: [],
     "no parameters": lambda net: [{"lr": 0.1}],
@@ -108,7 +100,7 @@ def train_part(part: str, stage: int, freeze: bool) -> tuple[list[str], list[str
     return names, sorted(moved), matrices, [line for line in lines if "AdamW updates " in line]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize(("part", "count"), [("biases", 0), ("one matrix", 1)])
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -137,32 +129,13 @@ def train_thawed(stage: int) -> tuple[list[str], list[str]]:
     return moved, [line for line in lines if "are trainable now" in line]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_warning_names_a_parameter_that_is_thawed_too_late(stage: int) -> None:
     ranks = run(train_thawed, 2, stage=stage)
     assert all(moved and "layers.0.weight" not in moved for moved, _ in ranks)
     assert [len(lines) for _, lines in ranks] == [1, 0]
     assert "1 parameters (layers.0.weight) were frozen when the optimizer was built" in ranks[0][1][0]
-
-
-def give_in_another_order(stage: int) -> tuple[str, str]:
-    import torch.distributed as dist
-
-    net = MODELS["mlp"]()
-    params = list(net.parameters())
-    with pytest.raises(Exception) as error:
-        make_engine(net, ds_config(stage=stage), model_parameters=params[:: -1 if dist.get_rank() else 1])
-    return type(error.value).__name__, str(error.value)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_with_another_order_of_parameters_are_told_so(stage: int) -> None:
-    """As a set has it."""
-    for kind, text in run(give_in_another_order, 2, stage=stage):
-        assert kind == "DisagreementError" and text.startswith(
-            "ranks [1] pass the parameters in another order than rank 0; pass a list, because a set"
-        )
 
 
 # ---- numbers of other kinds ---------------------------------------------------------------------------------

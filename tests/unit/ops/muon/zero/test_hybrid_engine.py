@@ -64,8 +64,8 @@ def train_with_containers(stage: int) -> tuple[dict[str, Tensor], list[list[tupl
     return weights, held
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
 def test_inference_containers_hold_the_weights_of_every_step(stage: int) -> None:
     """Generation itself needs DeepSpeed's CUDA operators. With any optimizer DeepSpeed freezes the head of such models,
     because its own linear layer for inference does so with the weight that they share.

@@ -37,7 +37,7 @@ def trained(stage: int, together: bool, momentum_dtype: str) -> dict[str, Tensor
     return weights
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("momentum_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_runs_together_change_no_bit(stage: int, momentum_dtype: str) -> None:

@@ -103,7 +103,8 @@ def stepped_by(call: str, stage: int) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("stage", [3, 1, 2])
 def test_a_script_that_steps_the_wrapper_itself_gets_the_same_weights(stage: int) -> None:
     """Each step looks at its own gradients, whoever calls it."""
     ours, theirs = (run(stepped_by, 2, call=call, stage=stage)[0] for call in ("engine", "wrapper"))

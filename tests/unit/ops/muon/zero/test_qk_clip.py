@@ -9,9 +9,10 @@ import torch
 from deepspeed.muon import MuonWithAuxAdam
 from helpers import tensor_parallel
 from helpers.attention import logits_around_a_step
-from helpers.distributed import RankError, run
+from helpers.distributed import run
 from helpers.models import MODELS, train_engine
 from helpers.oracles import change_error
+from helpers.refusals import Refusal, attempt
 from helpers.training import ds_config, fp32_weights, make_engine, with_params
 
 
@@ -34,7 +35,8 @@ def logits_around_a_load(folder: str, stage: int) -> tuple[float, float]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("stage", [3, 0, 2])
 def test_a_load_forgets_the_logits_of_other_weights(tmp_path: Any, stage: int) -> None:
     first, again = run(logits_around_a_load, 1, folder=str(tmp_path), stage=stage)[0]
     assert again == first
@@ -53,8 +55,8 @@ def test_logits_of_transformers_are_at_most_the_threshold(kind: str, zero: int) 
             assert new == pytest.approx(min(old, tau), rel=1e-4) or kind in ("phi3", "qwen2"), "a key may be shared"
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("stage", [2, 0, 1, 3])
 def test_tensor_parallel_ranks_train_as_one(stage: int) -> None:
     """Each rank sees and scales its own heads, of which two share a key."""
     settings = {"name": "llama, sdpa", "steps": 3, "optimizer": with_params(qk_clip={"tau": 0.2})}
@@ -67,14 +69,14 @@ def test_tensor_parallel_ranks_train_as_one(stage: int) -> None:
     assert all(change_error(start[key], plain[key], alone[key]) > 0.01 for key in alone if "q_proj" in key)
 
 
+def with_hidden_heads() -> Refusal | None:
+    net = tensor_parallel.model("neox")
+    return attempt(lambda: tensor_parallel.build(net, optimizer=with_params(qk_clip={})))
+
+
 def test_a_projection_whose_heads_tensor_parallelism_hides_is_refused() -> None:
-    with pytest.raises(RankError, match=r"attention layers: gpt_neox\.layers\.0"):
-        run(tensor_parallel.train, 2, name="neox", tp=2, steps=1, optimizer=with_params(qk_clip={}))
-
-
-def test_attention_that_cannot_be_seen_is_refused() -> None:
-    with pytest.raises(RankError, match=r"the logits of model\.layers\.1\.self_attn cannot be observed"):
-        run(tensor_parallel.train, 1, name="llama", tp=1, steps=1, optimizer=with_params(qk_clip={}))
+    for _, text, _ in run(with_hidden_heads, 2):
+        assert "attention layers: gpt_neox.layers.0" in text
 
 
 def test_weights_in_bf16_are_scaled_by_less_than_their_precision() -> None:

@@ -3,15 +3,13 @@
 
 import logging
 import re
-import time
 from typing import Any
 
 import pytest
 from torch import nn
 
 import deepspeed.muon
-from deepspeed.muon.zero.bind import log_if_slow
-from helpers.distributed import run
+from helpers.distributed import run, run_each
 from helpers.logs import logged, logged_at_start
 from helpers.models import Mlp
 from helpers.paths import ROOT
@@ -47,6 +45,7 @@ def reviewed() -> dict[str, list[tuple[str, str]]]:
     return {heading: pattern.findall(section) for heading, section in found.items()}
 
 
+@pytest.mark.full
 def test_the_page_has_the_lines_of_the_log() -> None:
     (found,) = run(logs, 1)
     page = reviewed()
@@ -78,39 +77,21 @@ SCHEDULES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, str] | Non
 ]
 
 
-def logs_of_schedules() -> list[list[tuple[str, str]]]:
-    """What the log says at start of the learning rate and the momentum of each schedule."""
-    found = [
-        logged_at_start(optimizer={"type": "Muon", "params": params}, scheduler={"type": kind, "params": settings})
+def test_the_rate_and_the_momentum_of_a_schedule_are_named() -> None:
+    cases = [
+        {"optimizer": {"type": "Muon", "params": params}, "scheduler": {"type": kind, "params": settings}}
         for kind, settings, params, _ in SCHEDULES
     ]
-    return [[line for line in lines if "scheduler.params" in line[1]] for lines in found]
-
-
-def test_the_rate_and_the_momentum_of_a_schedule_are_named() -> None:
-    for lines, (*_, expected) in zip(run(logs_of_schedules, 1)[0], SCHEDULES, strict=True):
+    for (said,), (*_, expected) in zip(run_each(logged_at_start, 1, cases), SCHEDULES, strict=True):
+        lines = [line for line in said if "scheduler.params" in line[1]]
         assert len(lines) == (expected is not None)
         assert all(level == expected[0] and expected[1] in text for level, text in lines)
 
 
-def test_rank_0_says_in_one_line_what_is_updated() -> None:
-    """At DEBUG it also says how large an update is and how a step runs."""
-    first, second = run(logged_at_start, 2, level=logging.DEBUG, stage=3, widths=(512, 512, 512))
-    assert [text for level, text in second if level != "DEBUG"] == []
-    (line,) = [text for level, text in first if level != "DEBUG"]
-    facts = ("Muon updates 2 matrices", "AdamW updates 2 tensors", "on 2 ranks", "adjust_lr_fn original", "in fp32")
-    assert all(fact in line for fact in facts), line
-    rest = [text for level, text in first if level == "DEBUG"]
-    assert any("the update of layers.1.weight [512, 512] has RMS 0.0442 x lr" in text for text in rest)
-    assert any("rank 0 sends 1.0 MB per step in fp32; kernels: " in text for text in rest)
-
-
-def described(stage: int, is_bound: bool) -> list[Any]:
-    """The table's rows of an engine's optimizer after two steps of a schedule, or of an optimizer without an engine."""
-    model = Mlp((12, 16, 48, 12))
-    if not is_bound:
-        return [*deepspeed.muon.MuonWithAuxAdam(model.parameters(), model=model, **PARAMS).describe().rows]
-    engine = make_engine(model, ds_config(stage=stage, optimizer={"type": "Muon", "params": PARAMS}))
+def described(stage: int) -> list[Any]:
+    """The table's rows of an engine's optimizer after its learning rate was set."""
+    config = ds_config(stage=stage, optimizer={"type": "Muon", "params": PARAMS})
+    engine = make_engine(Mlp(DESCRIBED), config)
     engine.basic_optimizer.given.param_groups[0]["lr"] = 0.5
     rows, text = engine.basic_optimizer.describe().rows, str(engine.basic_optimizer.describe())
     engine.destroy()
@@ -118,9 +99,13 @@ def described(stage: int, is_bound: bool) -> list[Any]:
     return [*rows]
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (3, 2)])
+DESCRIBED = (12, 16, 48, 12)
+"""Widths of the model."""
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), pytest.param(0, 1, marks=pytest.mark.full)])
 def test_the_table_has_every_shape_with_its_rate_and_owners(stage: int, world: int) -> None:
-    rows = run(described, world, stage=stage, is_bound=True)[0]
+    rows = run(described, world, stage=stage)[0]
     muon, adamw = ([row for row in rows if row.updated_by == half] for half in ("Muon", "AdamW"))
     scales = {(16, 12): (4 / 3) ** 0.5, (48, 16): 3**0.5, (12, 48): 1.0}
     assert {row.shape: row.scales for row in muon} == {shape: (pytest.approx(one),) for shape, one in scales.items()}
@@ -130,25 +115,21 @@ def test_the_table_has_every_shape_with_its_rate_and_owners(stage: int, world: i
     assert {row.lr for row in muon} == {0.5}
     assert all({*row.owners} <= {*range(world)} for row in muon)
     assert [(row.shape, row.count, row.scales) for row in adamw] == [((size,), 1, ()) for size in (16, 48, 12)]
-    before = run(described, 1, stage=0, is_bound=False)[0]
-    assert {row.shape for row in before if row.updated_by == "Muon"} == scales.keys()
-    assert not any(row.owners or row.methods for row in before)
 
 
-def test_what_takes_long_at_the_start_is_told() -> None:
-    for waiting, rank, expected in ((0.0, True, 0), (0.06, True, 1), (0.06, False, 0)):
-        with pytest.MonkeyPatch.context() as patch, logged() as said:
-            patch.setattr("deepspeed.muon.zero.bind.SLOW", 0.05)
-            with log_if_slow("planning the exchange", rank):
-                time.sleep(waiting)
-        assert len(said) == expected
-        assert all(line == "deepspeed-muon: planning the exchange took 0.1 s" for line in said)
+def test_before_the_first_step_the_table_has_neither_owners_nor_methods() -> None:
+    model = Mlp(DESCRIBED)
+    rows = deepspeed.muon.MuonWithAuxAdam(model.parameters(), model=model, **PARAMS).describe().rows
+    assert {row.shape for row in rows if row.updated_by == "Muon"} == {(16, 12), (48, 16), (12, 48)}
+    assert not any(row.owners or row.methods for row in rows)
 
 
 def test_small_sub_groups_are_a_warning_with_the_size_that_helps() -> None:
-    warning = run(logged_at_start, 2, stage=3, zero={"sub_group_size": 50})[0][1]
-    assert warning[0] == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in warning[1]
-    size = int(warning[1].rpartition("set sub_group_size to ")[2].split()[0])
-    for enough, lines in ((size // 2, 2), (size, 1)):
-        assert len(run(logged_at_start, 2, stage=3, zero={"sub_group_size": enough})[0]) == lines
-    assert len(run(logged_at_start, 2, stage=3, groups=3)[0]) == 1, "groups of the script are no sub-groups"
+    small, scripts = {"stage": 3, "zero": {"sub_group_size": 50}}, {"stage": 3, "groups": 3}
+    (lines, _), (of_groups, _) = run_each(logged_at_start, 2, [small, scripts])
+    assert len(of_groups) == 1, "groups of the script are no sub-groups"
+    level, text = lines[1]
+    assert level == "WARNING" and "sub_group_size splits the matrices into 5 sub-groups" in text
+    size = int(text.rpartition("set sub_group_size to ")[2].split()[0])
+    cases = [small | {"zero": {"sub_group_size": enough}} for enough in (size // 2, size)]
+    assert [len(lines) for lines, _ in run_each(logged_at_start, 2, cases)] == [2, 1]

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules and dtypes under ZeRO: the same bits however sharded, and combinations against the oracle."""
+"""Rules and dtypes under ZeRO: the same bits however sharded, and stacks of matrices under rules."""
 
-import os
-import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,20 +10,18 @@ from deepspeed.muon import MuonConfigError, MuonWithAuxAdam
 from helpers.distributed import run
 from helpers.engine_state import differing
 from helpers.models import MODELS
-from helpers.parity import SHAPES, STEPS, assert_parity, oracle
-from helpers.rules import RULES, combination
-from helpers.training import BF16_MASTERS, train, train_on_gradients, with_params
-
-#: In the full run; FUZZ=N tries so many.
-COMBINATIONS = int(os.environ.get("FUZZ", "60"))
-
+from helpers.parity import SHAPES
+from helpers.rules import RULES
+from helpers.training import BF16_MASTERS, train_on_gradients, with_params
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "masters in bf16": {"muon_exclude": r"layers\.[34]"},
     "plain": {},
     "momentum in bf16": {"momentum_dtype": "bf16"},
     "momentum in bf16 of blocks": {"momentum_dtype": "bf16", "muon_split": {"layers.0": [10, 14]}},
-    **{f"{dtype}, bf16 on the wire": {"ns_dtype": dtype, "wire_dtype": "bf16"} for dtype in ("fp16", "fp32")},
+    "fp16, bf16 on the wire": {"ns_dtype": "fp16", "wire_dtype": "bf16"},
+    "normuon": RULES["normuon"][0],
+    "fp32, bf16 on the wire": {"ns_dtype": "fp32", "wire_dtype": "bf16"},
     **{rule: keys for rule, (keys, _) in RULES.items()},
 }
 PLACES: list[dict[str, Any]] = [
@@ -36,9 +31,9 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-#: By default each place once or twice, in another setting.
+#: By default each place once, in another setting.
 CASES = [
-    pytest.param(name, place, marks=[pytest.mark.full] * ((row + column) % len(PLACES) != 0 or row > 9))
+    pytest.param(name, place, marks=[pytest.mark.full] * ((row + column) % len(PLACES) != 0 or row >= len(PLACES)))
     for row, name in enumerate(SETTINGS)
     for column, place in enumerate(PLACES)
     if name != "masters in bf16" or place["stage"] > 0
@@ -57,23 +52,6 @@ def test_the_same_bits_whatever_the_sharding(name: str, place: dict[str, Any]) -
     base = change(1, stage=2 if is_half else 0)
     assert all(each.any() for each in base.values())
     assert {world: differing(change(world, **place), base) for world in (1, 2, 4)} == {1: [], 2: [], 4: []}
-
-
-@pytest.mark.time_limit(2400)
-@pytest.mark.parametrize("count", [4, pytest.param(COMBINATIONS, marks=pytest.mark.full)])
-def test_combinations_train_as_the_oracle_or_are_refused_by_name(count: int, record_property: Any) -> None:
-    """At random stages and numbers of ranks, with offload and accumulation."""
-    draw, outcomes = random.Random(0), Counter[str]()
-    for _ in range(count):
-        params, settings = combination(draw)
-        stage, world = draw.randrange(4), draw.choice([1, 2, 3])
-        case = {"stage": stage, "offload": stage > 0, "accumulation": 2, "optimizer": with_params(**params)}
-        reference = oracle("gpt", 1.0, **settings)
-        for weights in run(train, world, model="gpt", steps=STEPS, **case):
-            assert_parity(weights, reference)
-        outcomes["trained as the oracle"] += 1
-    record_property("summary", f"{count} combinations of rules: {dict(outcomes)}")
-    assert outcomes.total() == count and outcomes["trained as the oracle"] > 0.3 * count
 
 
 @pytest.mark.parametrize("key", [{"normuon": True}, {"muon_eq": "columns"}], ids=str)
