@@ -11,7 +11,7 @@ import shutil
 import sysconfig
 import tempfile
 import time
-from contextlib import ExitStack
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +142,10 @@ class MuonBuilder(CPUOpBuilder):
         return module
 
     def _build(self, path: Path, has_flock: bool, verbose: bool) -> Any:
-        """Build the module in a temporary folder, copy it to ``path``, and return it.
+        """Build the module in a temporary folder, delete the folder, move the module to ``path``, and return it.
 
         ``has_flock``: whether the file system of ``path`` has ``flock``. If so, the temporary folder is next to
-        ``path``, and the folders of killed builds are deleted first, because no other process builds there. Otherwise
+        ``path``, and what killed builds left is deleted first, because no other process builds there. Otherwise
         it is the system's temporary folder, because torch, too, must be able to lock the folder in which it builds.
         """
         from torch.utils import cpp_extension
@@ -159,19 +159,20 @@ class MuonBuilder(CPUOpBuilder):
         if has_flock:
             for left in path.parent.glob("build_*"):
                 shutil.rmtree(left, ignore_errors=True)
+            for left in path.parent.glob("copy_*"):
+                left.unlink(missing_ok=True)
         # A build that failed earlier in this process must not change the name of the module.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(path.stem, None)
-        with ExitStack() as folders:
-            target_folder = folders.enter_context(_folder(path.parent))
-            folder = target_folder if has_flock else folders.enter_context(_folder(None))
+        built = path.with_name(f"copy_{uuid.uuid4().hex}_{path.name}")
+        with _folder(path.parent if has_flock else None) as folder:
             module = cpp_extension.load(
                 path.stem, self.sources(), extra_cflags=self.cxx_args(), build_directory=folder, verbose=verbose
             )
-            built = shutil.copyfile(Path(folder, path.name), Path(target_folder, f"{path.name}.copy"))
+            shutil.copyfile(Path(folder, path.name), built)
             with built.open("r+b") as file:
                 os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file
-            built.replace(path)
-            return module
+        built.replace(path)  # last, because the folder of a build that is killed later would never be deleted
+        return module
 
     def _imported(self, path: Path) -> Any:
         """Return the module in the file ``path``; ``None`` if the file is missing or cannot be loaded."""
