@@ -22,7 +22,7 @@ from deepspeed.muon.exchange.run import Exchange, Staging
 from deepspeed.muon.kernels.kernel_set import Workspace, fixed_numerics
 from deepspeed.muon.layout import MatrixSpec
 from deepspeed.muon.math import adamw
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, Fragment
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Fragment, QuantizationBlocks
 from deepspeed.muon.math.newton_schulz import DTYPES
 from deepspeed.muon.math.rules import Schedules
 from deepspeed.muon.model.fused_weights import stage_of
@@ -124,7 +124,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         #: update of the partition removes it.
         self._without_gradient: dict[Tensor, frozenset[str]] = {}
         self._adam_partitions: list[Partition] = []
-        self._momentum_blocks: dict[Tensor, Blocks] = {}
+        self._momentum_blocks: dict[Tensor, QuantizationBlocks] = {}
         #: Tensor that AdamW updates -> the parts of parameters that are stored in it.
         self._fragments: dict[Tensor, list[Fragment]] = {}
         self.workspace = Workspace()
@@ -368,7 +368,9 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         if not use_muon:
             self._fragments |= zip(partition.tensors, partition.fragments(), strict=True)
         elif self.config.momentum_dtype == "int8":
-            self._momentum_blocks |= zip(partition.tensors, map(Blocks, partition.matrix_pieces()), strict=True)
+            self._momentum_blocks |= zip(
+                partition.tensors, map(QuantizationBlocks, partition.matrix_pieces()), strict=True
+            )
         for tensor in partition.tensors:
             self.state_of(tensor, use_muon)
 
@@ -382,11 +384,11 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             state |= adamw_state(tensor, counts_on_cpu=_is_contiguous_bf16(tensor))
         return state
 
-    def blocks_of(self, tensor: Tensor) -> Blocks:
+    def blocks_of(self, tensor: Tensor) -> QuantizationBlocks:
         """Return the quantization blocks of a tensor's int8 momentum: which elements share a scale."""
         if tensor not in self._momentum_blocks:  # before bind, a tensor is a whole parameter
             whole = whole_partition(0, [tensor], [self.specs[tensor]])  # type: ignore[index]
-            self._momentum_blocks[tensor] = Blocks(whole.matrix_pieces()[0])
+            self._momentum_blocks[tensor] = QuantizationBlocks(whole.matrix_pieces()[0])
         return self._momentum_blocks[tensor]
 
     def state_keys(self, tensor: Tensor) -> list[str]:

@@ -27,7 +27,7 @@ from deepspeed.muon.errors import logger
 from deepspeed.muon.exchange.consensus import short_hash
 from deepspeed.muon.exchange.run import Exchange
 from deepspeed.muon.math.adamw import STARTED
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, Blocks, State
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM, QuantizationBlocks, State
 from deepspeed.muon.math.rules import RULES, Rule, state_shapes
 
 #: Keys of a saved group: the momentum's dtype if it was int8; the state of the loss scaler of fp16 autocast at stage 0;
@@ -42,7 +42,7 @@ WEIGHTS_ALONE = (
 )
 
 
-def muon_state(tensor: Tensor, momentum_dtype: str, blocks_of: Callable[[Tensor], Blocks]) -> State:
+def muon_state(tensor: Tensor, momentum_dtype: str, blocks_of: Callable[[Tensor], QuantizationBlocks]) -> State:
     """Return a new Muon state of ``tensor``: ``step`` and a momentum of zeros.
 
     ``step`` is an fp32 scalar tensor on the CPU. The momentum is ``momentum_buffer``, with the tensor's shape. An int8
@@ -68,7 +68,7 @@ def adamw_state(tensor: Tensor, counts_on_cpu: bool = False) -> State:
     return state | {key: torch.zeros_like(tensor, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
 
 
-def zero_codes(shape: Sequence[int], blocks: Blocks, device: torch.device) -> State:
+def zero_codes(shape: Sequence[int], blocks: QuantizationBlocks, device: torch.device) -> State:
     """Return an int8 momentum of zeros: the entries ``momentum_codes`` and ``momentum_absmax`` of a tensor's state."""
     return {
         CODES: torch.zeros(shape, dtype=torch.int8, device=device),

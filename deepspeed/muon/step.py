@@ -40,7 +40,7 @@ from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet, RunKernels, Tiles
 from deepspeed.muon.kernels.rounding import key_of
 from deepspeed.muon.kernels.selection import Unavailable
-from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, Blocks, State
+from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM, QuantizationBlocks, State
 from deepspeed.muon.math.newton_schulz import DTYPES, Schedule, exact_method, flops, method_of, name_of, orthogonalize
 from deepspeed.muon.math.rules import Rule, scale_factor
 from deepspeed.muon.math.wide_arithmetic import in_fp32
@@ -323,7 +323,7 @@ def bind_partition(
     dtype: str,
     context: StepContext,
     exchange: Exchange,
-    momentum_blocks: Mapping[Tensor, Blocks],
+    momentum_blocks: Mapping[Tensor, QuantizationBlocks],
     owner_state: OwnerState,
 ) -> PartitionStep:
     """Plan the step of one :class:`Partition`. Return the :class:`PartitionStep` that carries it out.
@@ -499,7 +499,7 @@ class PartitionStep:
     settings_text: str
     sharers: int
     copies: int
-    momentum_blocks: Mapping[Tensor, Blocks]
+    momentum_blocks: Mapping[Tensor, QuantizationBlocks]
     owner_state: OwnerState
 
     def __post_init__(self) -> None:

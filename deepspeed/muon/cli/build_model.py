@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.muon.cli.parser import EXPECTED
 from deepspeed.muon.config.messages import did_you_mean
 from deepspeed.muon.errors import ModelError
-from deepspeed.muon.zero.wrappers.adapter import replaced
+from deepspeed.muon.zero.wrappers.adapter import patched
 
 
 def build(text: str) -> nn.Module:
@@ -60,7 +60,7 @@ def _without_data() -> Iterator[None]:
     """Create tensors on the meta device and let the functions of ``torch.nn.init`` do nothing in the ``with`` block."""
     names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     fillers = dict.fromkeys(names, lambda original, tensor, *args, **kwargs: tensor)
-    with replaced(nn.init, **fillers), torch.device("meta"):
+    with patched(nn.init, **fillers), torch.device("meta"):
         yield
 
 

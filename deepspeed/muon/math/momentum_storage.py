@@ -57,7 +57,7 @@ class Rows(NamedTuple):
         return torch.as_strided(tensor.reshape(-1)[self.start - first :], (self.rows, self.cols), (self.pitch, 1))
 
 
-class Blocks:
+class QuantizationBlocks:
     """The quantization blocks of one tensor's int8 momentum. All elements of a block share one scale.
 
     Each piece of a matrix (a rectangle that the tensor holds) begins a new block. So the momentum of a matrix does not

@@ -32,7 +32,7 @@ from deepspeed.muon.version import __version__
 from deepspeed.muon.zero.checkpoint import universal
 from deepspeed.muon.zero.refusals import refuse_qk_clip
 from deepspeed.muon.zero.startup_log import log_startup
-from deepspeed.muon.zero.wrappers.adapter import Adapter, replace
+from deepspeed.muon.zero.wrappers.adapter import Adapter, patch
 from deepspeed.muon.zero.wrappers.gradient_norms import NormWatch
 from deepspeed.muon.zero.wrappers.grids import grid_of, stage_number
 from deepspeed.muon.zero.wrappers.stage0 import Plain, Stage0
@@ -144,9 +144,9 @@ def _support_universal_checkpoints(adapter: Adapter) -> None:
         info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
     if hasattr(adapter.wrapper, "_load_universal_checkpoint"):  # not at stage 0
-        adapter.replace("_load_universal_checkpoint", functools.partial(universal.load, adapter))
+        adapter.patch("_load_universal_checkpoint", functools.partial(universal.load, adapter))
     if engine.load_universal_checkpoint():
-        replace(engine, "_get_all_ckpt_names", universal.either_name)
+        patch(engine, "_get_all_ckpt_names", universal.either_name)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from deepspeed.muon.zero.refusals import (
 )
 from deepspeed.muon.zero.scheduler import check_schedule, configure_scheduler, scheduler_from_config
 from deepspeed.muon.zero.tried_run import replacements as of_tried_run
-from deepspeed.muon.zero.wrappers.adapter import Seam, has_muon, replace, replaced
+from deepspeed.muon.zero.wrappers.adapter import Seam, has_muon, patch, patched
 from deepspeed.muon.zero.wrappers.grids import note_tp_rank, refuse_replaced_parameters, with_group_names
 
 #: Values of ``optimizer.type`` in ds_config.json, in lower case. Stock DeepSpeed refuses the second, so that a machine
@@ -127,7 +127,7 @@ def _keep_user_tags() -> None:
         elif _is_trained(model) and not renames_parameters(config_class):  # renamed: the optimizer checks the new names
             check_patterns(model, config_class.muon_settings)
 
-    _undo.append(replace(deepspeed, "set_optimizer_flags", keep))
+    _undo.append(patch(deepspeed, "set_optimizer_flags", keep))
     deepspeed.set_optimizer_flags.keeps_user_tags = True
 
 
@@ -185,7 +185,7 @@ def _import_stocks_muon() -> None:
         compiled = functools.cache(lambda: compile(*args))
         return functools.wraps(args[0])(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
-    with replaced(torch, compile=compile_at_first_call), suppress(ImportError):
+    with patched(torch, compile=compile_at_first_call), suppress(ImportError):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
@@ -319,10 +319,10 @@ def install() -> None:
     for replacements, when in ((ALWAYS, None), (WITH_MUON, has_muon), (of_tried_run(), None)):
         for seam, function in replacements.items():
             owner, name = seam.find()
-            _undo.append(replace(owner, name, function, when=when))
+            _undo.append(patch(owner, name, function, when=when))
     # torch before 2.15 waits forever for the lock file of a process that was killed; the replacement logs which it is.
     with suppress(ImportError):
-        _undo.append(replace(importlib.import_module("torch.utils.file_baton").FileBaton, "wait", wait_for_torch))
+        _undo.append(patch(importlib.import_module("torch.utils.file_baton").FileBaton, "wait", wait_for_torch))
     supported = importlib.import_module(_SUPPORTED.module_name).ZERO_SUPPORTED_OPTIMIZERS
     supported.append(MuonWithAuxAdam)  # so that ZeRO accepts it without zero_allow_untested_optimizer
     _undo.append(functools.partial(supported.remove, MuonWithAuxAdam))
@@ -350,7 +350,7 @@ def activate() -> None:
                 raise SeamError(message)
             original(self, *args, **kwargs)
 
-        _undo.append(replace(importlib.import_module(_ENGINE).DeepSpeedEngine, "__init__", refuse))
+        _undo.append(patch(importlib.import_module(_ENGINE).DeepSpeedEngine, "__init__", refuse))
 
 
 def seam_states() -> dict[str, str]:

@@ -267,7 +267,7 @@ def misfit(engine: Any, arguments: Mapping[str, Any]) -> str | None:
     folder, stage = Path(arguments["load_dir"], arguments["tag"]), engine.zero_optimization_stage()
     if text := _names_difference(engine, arguments, folder):
         return text
-    model_state = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
+    model_state = _read_file(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
     if (
         loads_states(arguments, "lr_scheduler")
         and engine.lr_scheduler is not None
@@ -298,7 +298,7 @@ def fitting_zero_state(engine: Any, arguments: Mapping[str, Any]) -> Mapping[str
     everything = {**arguments, "load_optimizer_states": True, "load_module_only": False}
     if _names_difference(engine, everything, Path(arguments["load_dir"], arguments["tag"])):
         return None
-    model_state = _opened(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
+    model_state = _read_file(engine, engine._get_ckpt_name(arguments["load_dir"], arguments["tag"]))
     optimizer_state = _states(engine, arguments, model_state)
     return None if _layout_difference(engine, model_state, optimizer_state, "") else optimizer_state
 
@@ -339,7 +339,7 @@ def _names_difference(engine: Any, arguments: Mapping[str, Any], folder: Path) -
     return None
 
 
-def _opened(engine: Any, name: str, key: str | None = None) -> dict[str, Any]:
+def _read_file(engine: Any, name: str, key: str | None = None) -> dict[str, Any]:
     """Return the contents of the checkpoint file ``name`` or, with ``key``, only this entry of the contents.
 
     Raise CheckpointError if the file is missing or cannot be read.
@@ -362,10 +362,10 @@ def _states(engine: Any, arguments: Mapping[str, Any], model_state: Mapping[str,
     """
     place = arguments["load_dir"], arguments["tag"]
     if engine.zero_optimization():
-        return _opened(engine, engine._get_zero_ckpt_name(*place), "optimizer_state_dict")
+        return _read_file(engine, engine._get_zero_ckpt_name(*place), "optimizer_state_dict")
     if engine.has_moe_layers:
         rank = groups._get_expert_parallel_rank(groups._get_max_expert_size_name())
-        return _opened(engine, engine._get_optimizer_ckpt_name(*place, rank), "optimizer")
+        return _read_file(engine, engine._get_optimizer_ckpt_name(*place, rank), "optimizer")
     return model_state["optimizer"]
 
 
@@ -413,7 +413,7 @@ def _shapes_of_layers(engine: Any, folder: Path) -> tuple[Shapes, Shapes]:
     saved, current = Shapes(), Shapes()
     for index, layer in enumerate(engine.module.forward_funcs):
         if hasattr(layer, "load_state_dict"):
-            values = _opened(engine, engine.module.ckpt_layer_path(str(folder), index))
+            values = _read_file(engine, engine.module.ckpt_layer_path(str(folder), index))
             name = f"{engine.module._local_start + index}."
             saved |= {name + key: tuple(value.shape) for key, value in values.items() if isinstance(value, Tensor)}
             current |= {name + key: shape for key, shape in _shapes(layer).items()}

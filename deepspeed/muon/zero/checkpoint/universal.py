@@ -59,7 +59,7 @@ def load(adapter: Adapter, original: Callable, path: str, load_states: bool, loa
         ImportStateError: on all ranks, before anything changes, if the checkpoint does not fit.
     """
     engine, optimizer = adapter.engine, adapter.optimizer
-    check = partial(_opened, engine, optimizer, path, load_states)
+    check = partial(_open, engine, optimizer, path, load_states)
     checkpoint, matched = raise_on_all_ranks(check, lambda reasons: ImportStateError(f"nothing was loaded: {reasons}"))
     write(adapter, checkpoint, matched.actions)
     if load_states and checkpoint.is_ours:
@@ -194,7 +194,7 @@ def _shards(engine: Any, optimizer: MuonWithAuxAdam) -> dict[str, tuple[Sharding
     return shards
 
 
-def _opened(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Match]:
+def _open(engine: Any, optimizer: MuonWithAuxAdam, path: str, load_states: bool) -> tuple[Folder, Match]:
     """Open and check a universal checkpoint. Return (the checkpoint, what happens to each parameter's state).
 
     The :class:`Match` is empty if ``load_states`` is False. Raise ImportStateError, UnsupportedError or ValueError if

@@ -30,13 +30,13 @@ class Adapter:
 
     Attributes:
         MODULE, CLASS: module and name of the wrapper's class. A checkpoint records the name.
-        REPLACED: names of the wrapper's methods that the adapter may replace.
+        PATCHED: names of the wrapper's methods that the adapter may replace.
         MORE_SEAMS: methods of other DeepSpeed classes that the adapter may replace.
     """
 
     MODULE: ClassVar[str]
     CLASS: ClassVar[str]
-    REPLACED: ClassVar[tuple[str, ...]] = ()
+    PATCHED: ClassVar[tuple[str, ...]] = ()
     MORE_SEAMS: ClassVar[tuple[Seam, ...]] = ()
 
     def __init__(self, engine: Any, optimizer: MuonWithAuxAdam) -> None:
@@ -64,9 +64,9 @@ class Adapter:
     @classmethod
     def seams(cls) -> list[Seam]:
         """Return a :class:`Seam` (its module and path) for each attribute of DeepSpeed that the adapter may replace."""
-        return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}") for name in cls.REPLACED), *cls.MORE_SEAMS]
+        return [*(Seam(cls.MODULE, f"{cls.CLASS}.{name}") for name in cls.PATCHED), *cls.MORE_SEAMS]
 
-    def replace(self, name: str, function: Callable, owner: Any = None) -> None:
+    def patch(self, name: str, function: Callable, owner: Any = None) -> None:
         """Make ``owner.name(...)`` call ``function(original, ...)``, where ``original`` is the method that is replaced.
 
         ``owner``: the object whose method is replaced; ``None``: the wrapper. The method must be listed in
@@ -76,7 +76,7 @@ class Adapter:
         declared = [seam.path for seam in self.seams()]
         paths = [f"{kind.__name__}.{name}" for kind in type(owner).__mro__]  # PipelineEngine is a DeepSpeedEngine
         assert any(path in declared for path in paths), f"{type(self).__name__} does not declare {name}"
-        replace(owner, name, function)
+        patch(owner, name, function)
 
     def wrap_method(self, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Make every call of the wrapper's method ``name`` run inside ``with context():``."""
@@ -85,7 +85,7 @@ class Adapter:
             with context():
                 return original(*args, **kwargs)
 
-        self.replace(name, call)
+        self.patch(name, call)
 
     def partitions(self) -> list[Partition]:
         """Return a new :class:`Partition` for each parameter group, or at stage 3 for each of ZeRO's sub-groups.
@@ -118,7 +118,7 @@ class Adapter:
 
         Call this method once, before :meth:`prepare`.
         """
-        return watch_norms(self.replace)
+        return watch_norms(self.patch)
 
     def gradients(self, partition: Partition) -> Sequence[Tensor] | None:
         """Return this rank's flat gradient of a partition, as tensors to concatenate.
@@ -185,7 +185,7 @@ class Seam(NamedTuple):
             return False
 
 
-def replace(owner: Any, name: str, function: Callable, when: Callable[[Any], bool] | None = None) -> Callable[[], None]:
+def patch(owner: Any, name: str, function: Callable, when: Callable[[Any], bool] | None = None) -> Callable[[], None]:
     """Make ``owner.name(...)`` call ``function(original, ...)``, and return a function that undoes the replacement.
 
     ``owner`` is a class, an instance or a module. If it inherited the attribute, it inherits it again after the undo.
@@ -212,9 +212,9 @@ def has_muon(engine: Any) -> bool:
 
 
 @contextmanager
-def replaced(owner: Any, **functions: Callable) -> Iterator[None]:
-    """Replace functions of ``owner`` in the ``with`` block: ``replaced(owner, name=function)``. See :func:`replace`."""
+def patched(owner: Any, **functions: Callable) -> Iterator[None]:
+    """Replace functions of ``owner`` in the ``with`` block: ``patched(owner, name=function)``. See :func:`patch`."""
     with ExitStack() as undo:
         for name, function in functions.items():
-            undo.callback(replace(owner, name, function))
+            undo.callback(patch(owner, name, function))
         yield

@@ -69,16 +69,16 @@ class NormWatch:
         return same_on_all_ranks(all(map(is_valid, self._norms)))
 
 
-def watch_norms(replace: Callable[[str, Callable], None]) -> NormWatch:
+def watch_norms(patch: Callable[[str, Callable], None]) -> NormWatch:
     """Return a new :class:`NormWatch` that records the gradient norms of every step at stages 1 to 3.
 
-    Call the NormWatch during a step, before any weight is updated. ``replace``: :meth:`Adapter.replace` of the engine's
+    Call the NormWatch during a step, before any weight is updated. ``patch``: :meth:`Adapter.patch` of the engine's
     adapter, which replaces a method of ZeRO's wrapper.
     """
     watch = NormWatch()
-    replace("step", watch.start)
+    patch("step", watch.start)
     for name in NORM_METHODS:
-        replace(name, watch.listen)
+        patch(name, watch.listen)
     return watch
 
 
@@ -145,11 +145,11 @@ def is_fp16_autocast(engine: Any) -> bool:
     return engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
 
 
-def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> SimpleNamespace:
+def unfused_scaler(wrapper: Any, patch: Callable[[str, Callable], None]) -> SimpleNamespace:
     """Return a loss scaler for an fp16 model at stage 0, to be stored in ``engine.torch_autocast_z0_gradscaler``.
 
     Without it the engine would not scale the loss, although ``FP16_UnfusedOptimizer`` divides gradients by the scale.
-    ``wrapper``: the ``FP16_UnfusedOptimizer``. ``replace``: :meth:`Adapter.replace` of the engine's adapter.
+    ``wrapper``: the ``FP16_UnfusedOptimizer``. ``patch``: :meth:`Adapter.patch` of the engine's adapter.
     """
     config = wrapper.loss_scale_config
     updates: list[Callable[[], None]] = []
@@ -163,8 +163,8 @@ def unfused_scaler(wrapper: Any, replace: Callable[[str, Callable], None]) -> Si
             update()
         return result
 
-    replace("step", take_step)
-    replace("_update_scale", lambda update, skip: updates.append(partial(update, skip)))
+    patch("step", take_step)
+    patch("_update_scale", lambda update, skip: updates.append(partial(update, skip)))
     return SimpleNamespace(
         scale=lambda loss: loss.float() * config.cur_scale,
         step=lambda optimizer: optimizer.step(),

@@ -27,7 +27,7 @@ class Stage0(Adapter):
     """
 
     MODULE, CLASS = "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"
-    REPLACED: ClassVar[tuple[str, ...]] = ("step", "_update_scale")
+    PATCHED: ClassVar[tuple[str, ...]] = ("step", "_update_scale")
     MORE_SEAMS = (Seam("deepspeed.runtime.engine", "DeepSpeedEngine.clip_fp32_gradients"),)
 
     def params(self, index: int) -> list[Any]:
@@ -69,7 +69,7 @@ class Stage0(Adapter):
             missing_groups = group_count - len(self.optimizer.param_groups)
             self.wrap_method("step", partial(self._with_all_norms, missing_groups))
         if self.wrapper.loss_scale_config.use_grad_scaling:
-            self.engine.torch_autocast_z0_gradscaler = unfused_scaler(self.wrapper, self.replace)
+            self.engine.torch_autocast_z0_gradscaler = unfused_scaler(self.wrapper, self.patch)
 
     @contextmanager
     def _with_all_norms(self, missing_groups: int) -> Iterator[None]:
@@ -113,7 +113,7 @@ class Plain(Stage0):
     """The adapter for an engine without an optimizer wrapper: the optimizer updates the model's parameters directly."""
 
     MODULE, CLASS = "deepspeed.muon.optimizer", "MuonWithAuxAdam"
-    REPLACED = ()
+    PATCHED = ()
 
     def params(self, index: int) -> list[Any]:
         """Return the parameters of parameter group ``index``."""
@@ -125,7 +125,7 @@ class Plain(Stage0):
         In a pipeline, also make the engine clip gradients by their norm over all pipeline stages, not only this one.
         """
         if self.engine.pipeline_parallelism:
-            self.replace("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
+            self.patch("clip_fp32_gradients", lambda _: self._clip_by_the_whole_norm(), owner=self.engine)
         is_fp16 = is_fp16_autocast(self.engine)
         self.optimizer.saved_form.scaler = self.engine.torch_autocast_z0_gradscaler if is_fp16 else None
 

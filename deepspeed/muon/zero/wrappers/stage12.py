@@ -24,7 +24,7 @@ from deepspeed.muon.math.momentum_storage import CODES, MOMENTUM
 from deepspeed.muon.model.routing import TAG
 from deepspeed.muon.optimizer import MuonWithAuxAdam
 from deepspeed.muon.step import are_finite
-from deepspeed.muon.zero.wrappers.adapter import Adapter, replace
+from deepspeed.muon.zero.wrappers.adapter import Adapter, patch
 from deepspeed.muon.zero.wrappers.gradient_norms import (
     NORM_METHODS,
     is_valid,
@@ -126,7 +126,7 @@ class Flat(Adapter):
         from deepspeed.utils.tensor_fragment import fragment_address
 
         for name in ("load_state_dict", "offload_states", "reload_states"):
-            if name in self.REPLACED:  # BF16_Optimizer has no offload_states
+            if name in self.PATCHED:  # BF16_Optimizer has no offload_states
                 self.wrap_method(name, self._relinking)
         self.link()
         self.wrapper._param_slice_mappings = [
@@ -168,7 +168,7 @@ class Stage12(Flat):
     """The adapter for ``DeepSpeedZeroOptimizer``, the usual wrapper at ZeRO stages 1 and 2."""
 
     MODULE, CLASS = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
-    REPLACED = (
+    PATCHED = (
         *("step", *NORM_METHODS, "scaled_global_norm"),
         *("get_flat_partition", "_is_muon_group"),
         *("load_state_dict", "offload_states", "reload_states", "_load_universal_checkpoint"),
@@ -195,15 +195,15 @@ class Stage12(Flat):
         """
         share_autocast_scale(self.engine)
         # DeepSpeed runs its own Muon if the name of the optimizer's class contains "muon".
-        self.replace("get_flat_partition", _without_tags)
-        self.replace("_is_muon_group", lambda original, params: False)
+        self.patch("get_flat_partition", _without_tags)
+        self.patch("_is_muon_group", lambda original, params: False)
         if self.wrapper.cpu_offload:
             self.wrap_method("step", self._with_complete_gradients)
         if self.engine.has_moe_layers and tp_rank(self.engine)[1] > 1:
             for name in NORM_METHODS:
-                self.replace(name, partial(with_all_experts, self.wrapper))
+                self.patch(name, partial(with_all_experts, self.wrapper))
         if (missing := group_count - len(self.optimizer.param_groups)) > 0:
-            self.replace("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
+            self.patch("scaled_global_norm", partial(with_norms_of_all_stages, self.wrapper, missing))
 
     @contextmanager
     def _with_complete_gradients(self) -> Iterator[None]:
@@ -257,7 +257,7 @@ class Bf16(Flat):
     """The adapter for ``BF16_Optimizer``, which DeepSpeed uses for bf16 models at stage 1 with fp32 gradients."""
 
     MODULE, CLASS = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
-    REPLACED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
+    PATCHED = ("load_state_dict", "state_dict", "_load_universal_checkpoint")
 
     def partitions(self) -> list[Partition]:
         """Return a :class:`Partition`, which says where ranks store the parameters, for each parameter group.
@@ -282,7 +282,7 @@ class Bf16(Flat):
         ``zero_to_fp32`` recognizes ZeRO checkpoints by this key. Its value is 1, because the layout is that of stage 1.
         """
         super().patch_state_access()
-        self.replace("state_dict", lambda state_dict: {"zero_stage": 1, **state_dict()})
+        self.patch("state_dict", lambda state_dict: {"zero_stage": 1, **state_dict()})
 
 
 def _link_int8_momentum(optimizer: MuonWithAuxAdam, param: Any, part: slice, tensor: Tensor, position: int) -> None:
@@ -303,8 +303,8 @@ def _link_int8_momentum(optimizer: MuonWithAuxAdam, param: Any, part: slice, ten
         else:
             original(value, optim_state_key)
 
-    replace(param._hp_mapping, "get_hp_fragment", get)
-    replace(param, "set_full_hp_param", write)
+    patch(param._hp_mapping, "get_hp_fragment", get)
+    patch(param, "set_full_hp_param", write)
 
 
 def _without_tags(get_flat_partition: Callable, tensor_list: list[Any], *args: Any, **kwargs: Any) -> Any:

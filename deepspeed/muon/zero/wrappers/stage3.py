@@ -21,7 +21,7 @@ from deepspeed.muon.exchange.placed_params import Partition
 from deepspeed.muon.layout import Placement
 from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, MOMENTUM
 from deepspeed.muon.zero.checkpoint import nvme
-from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam, replaced
+from deepspeed.muon.zero.wrappers.adapter import Adapter, Seam, patched
 from deepspeed.muon.zero.wrappers.gradient_norms import NORM_METHODS, share_autocast_scale
 
 MOMENTUM_KEYS = (MOMENTUM, CODES, ABSMAX)
@@ -76,7 +76,7 @@ class Stage3(Adapter):
     """The adapter for ``DeepSpeedZeroOptimizer_Stage3``, the wrapper at ZeRO stage 3."""
 
     MODULE, CLASS = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
-    REPLACED = (
+    PATCHED = (
         *("step", *NORM_METHODS, "_prepare_sub_group"),
         *("set_full_hp_param", "set_local_hp_param", "_get_fp32_opt_state_partition"),
         *("offload_states", "reload_states", "_load_universal_checkpoint", "state_dict"),
@@ -108,8 +108,8 @@ class Stage3(Adapter):
         if not self.is_swapped:
             return
         swap_out = partial(nvme.swap_out_and_release, wrapper)
-        self.replace("swap_out_optimizer_state", swap_out, wrapper.optimizer_swapper)
-        self.replace("_prepare_sub_group", partial(nvme.prepare_with_zero_filled_grads, wrapper))
+        self.patch("swap_out_optimizer_state", swap_out, wrapper.optimizer_swapper)
+        self.patch("_prepare_sub_group", partial(nvme.prepare_with_zero_filled_grads, wrapper))
         for index, partition in enumerate(self.partitions()):
             with nvme.swapped_in(wrapper, index) as flat:
                 optimizer.create_states(partition)
@@ -164,19 +164,19 @@ class Stage3(Adapter):
 
     def patch_state_access(self) -> None:
         """Make ``safe_get_*``, ``safe_set_*``, ``offload_states`` and, with NVMe, saving work with Muon's state."""
-        self.replace("set_full_hp_param", self._set_full)
-        self.replace("set_local_hp_param", self._set_local)
-        self.replace("_get_fp32_opt_state_partition", self._get_local)
-        self.replace("offload_states", self._offload)
-        self.replace("reload_states", self._reload)
+        self.patch("set_full_hp_param", self._set_full)
+        self.patch("set_local_hp_param", self._set_local)
+        self.patch("_get_fp32_opt_state_partition", self._get_local)
+        self.patch("offload_states", self._offload)
+        self.patch("reload_states", self._reload)
         if self.uses_nvme:
             # DeepSpeed would add copies of swap files to the checkpoint, and load nothing but them.
-            self.replace("zero_nvme_offload_optimizer", lambda original: False, self.engine)
-            self.replace("_rigid_load_state_dict", self._load_zero_file)
-            self.replace("_restore_from_bit16_weights", self._load_weights)
+            self.patch("zero_nvme_offload_optimizer", lambda original: False, self.engine)
+            self.patch("_rigid_load_state_dict", self._load_zero_file)
+            self.patch("_restore_from_bit16_weights", self._load_weights)
         if self.is_swapped:
             # The wrapper saves its weights outside the optimizer's state dict, where torch's hooks do not see them.
-            self.replace("state_dict", self._save_weights)
+            self.patch("state_dict", self._save_weights)
             self.optimizer.saved_form.read_swapped = partial(nvme.mapped_if_swapped, self.wrapper)
 
     def publish_weights(self) -> None:
@@ -303,7 +303,7 @@ class Stage3(Adapter):
         # DeepSpeed divides the weight buffer by the model's parameters in order, frozen ones included. But the buffer
         # holds only trained parameters, in the order of the groups: let DeepSpeed see those as the model's.
         in_order = [param for group in self.wrapper.fp16_groups for param in group]
-        with replaced(self.wrapper.module, parameters=lambda original: iter(in_order)):
+        with patched(self.wrapper.module, parameters=lambda original: iter(in_order)):
             original(include, device or OffloadDeviceEnum.cpu, pin_memory, non_blocking)
 
     def _reload(self, original: Callable, non_blocking: bool = False) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.muon.math.momentum_storage import Blocks
-from deepspeed.muon.zero.wrappers.adapter import replaced
+from deepspeed.muon.math.momentum_storage import QuantizationBlocks
+from deepspeed.muon.zero.wrappers.adapter import patched
 from helpers.checkpoints import error_of
 from helpers.damaged_checkpoints import attempt_all, save_alone, train_undisturbed, with_adamw_for
 from helpers.distributed import run
@@ -289,7 +289,7 @@ def load_each(cases: list[dict[str, Any]], folder: str) -> None:
             rounded.append(mapped_file(args[-1]))
             original(*args)
 
-        with replaced(torch, load=load), replaced(Blocks, write=write):
+        with patched(torch, load=load), patched(QuantizationBlocks, write=write):
             engine.load_checkpoint(f"{folder}/{index}")
         optimizer = engine.basic_optimizer
         tensors = [tensor for partition in optimizer.all_partitions for tensor in partition.tensors]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.muon.zero.checkpoint import load
-from deepspeed.muon.zero.wrappers.adapter import replaced
+from deepspeed.muon.zero.wrappers.adapter import patched
 from helpers.checkpoints import error_of, tree
 from helpers.distributed import run
 from helpers.engine_state import ADAM, MUON, differing, local_states, snapshot
@@ -25,7 +25,7 @@ def loads_that_fail(folder: str) -> list[str]:
     engine = fresh_engine(0, {"stage": 3})
     train_engine(engine, 1)
     engine.save_checkpoint(folder, tag="one")
-    with replaced(load, _latest=lambda original, folder: None if dist.get_rank() else original(folder)):
+    with patched(load, _latest=lambda original, folder: None if dist.get_rank() else original(folder)):
         errors = [error_of(engine.load_checkpoint, folder)]
     engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.basic_optimizer)
     errors.append(error_of(engine.load_checkpoint, folder))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from deepspeed.muon.zero.wrappers.adapter import replaced
+from deepspeed.muon.zero.wrappers.adapter import patched
 from helpers.checkpoints import error_of, tree, verify_save
 from helpers.distributed import run
 from helpers.engine_state import differing, snapshot
@@ -45,7 +45,7 @@ def failing(owner: Any, name: str, *error: Any) -> AbstractContextManager[None]:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(*error) if error else ZeroDivisionError
 
-    return replaced(owner, **{name: fail})
+    return patched(owner, **{name: fail})
 
 
 class Fault(NamedTuple):

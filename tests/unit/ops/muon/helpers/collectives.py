@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.muon.zero.wrappers.adapter import replaced
+from deepspeed.muon.zero.wrappers.adapter import patched
 
 PASSING_ON = ("/torch/", "/typing_extensions.py", "/deepspeed/comm/", "/deepspeed/utils/nvtx.py")
 """Parts of the paths of files that only pass calls on to torch."""
@@ -69,10 +69,10 @@ def recorded() -> Iterator[list[Call]]:
     log, kind = list[Call](), distributed_c10d.ProcessGroup
     methods = {name: partial(_record, log, read) for name, read in READERS.items() if hasattr(kind, name)}
     with ExitStack() as stack:
-        stack.enter_context(replaced(kind, **methods))
+        stack.enter_context(patched(kind, **methods))
         for module in (torch.distributed, distributed_c10d, device_mesh):
             if hasattr(module, "new_group"):
-                stack.enter_context(replaced(module, new_group=partial(_record_new_group, log)))
+                stack.enter_context(patched(module, new_group=partial(_record_new_group, log)))
         yield log
 
 

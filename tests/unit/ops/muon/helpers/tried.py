@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from deepspeed.muon.zero.tried_run import VARIABLE, replacements
-from deepspeed.muon.zero.wrappers.adapter import replace
+from deepspeed.muon.zero.wrappers.adapter import patch
 from helpers.models import MODELS, train_engine
 from helpers.training import ds_config
 
@@ -83,7 +83,7 @@ def started_by_try(folder: Path, **variant: Any) -> Iterator[Path]:
     with ExitStack() as undo:
         undo.callback(os.environ.pop, VARIABLE)
         for seam, function in replacements().items():
-            undo.callback(replace(*seam.find(), function))
+            undo.callback(patch(*seam.find(), function))
         yield records
 
 

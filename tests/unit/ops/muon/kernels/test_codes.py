@@ -10,7 +10,7 @@ from torch import Tensor
 from deepspeed.muon.kernels import kernel_set
 from deepspeed.muon.kernels.kernel_set import KernelSet, Workspace
 from deepspeed.muon.kernels.rounding import BLOCK, LEVELS, SMALLEST, block_count, decode, encode, key_of, noise
-from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, Blocks, Rows
+from deepspeed.muon.math.momentum_storage import ABSMAX, CODES, QuantizationBlocks, Rows
 from deepspeed.muon.saved_state import zero_codes
 from helpers.kernels import FLOATS, is_interpreted, randn, relative
 
@@ -176,7 +176,7 @@ def test_each_piece_has_blocks_of_its_own_wherever_its_rows_lie() -> None:
     """Rows of two matrices in turn, then columns of a third one, between padding that is not a number."""
     tensor = randn(4000)
     pieces = [Rows(10, 20, 37, 74), Rows(47, 20, 37, 74), Rows(1600, 1, 1500, 1500), Rows(3200, 30, 3, 21)]
-    blocks = Blocks(pieces)
+    blocks = QuantizationBlocks(pieces)
     state = zero_codes(tensor.shape, blocks, tensor.device)
     assert blocks.count == state[ABSMAX].numel() == sum(block_count(piece.numel) for piece in pieces)
     blocks.write(state, 0, tensor)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed.muon.step import are_finite
-from deepspeed.muon.zero.wrappers.adapter import replace
+from deepspeed.muon.zero.wrappers.adapter import patch
 from deepspeed.muon.zero.wrappers.gradient_norms import NORM_METHODS, watch_norms
 from helpers.contracts import Spoil
 from helpers.distributed import run, run_each
@@ -80,7 +80,7 @@ def test_a_finite_gradient_is_finite_whatever_its_norm() -> None:
 def test_a_step_without_norms_is_refused() -> None:
     """A DeepSpeed that computes norms by other methods would let a NaN into the momentum."""
     wrapper = Wrapper()
-    watch = watch_norms(partial(replace, wrapper))
+    watch = watch_norms(partial(patch, wrapper))
     wrapper.step(NORM_METHODS[0], [1.0])
     assert watch()
     wrapper.step(NORM_METHODS[0], [])

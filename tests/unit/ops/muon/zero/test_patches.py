@@ -237,10 +237,10 @@ def activate_in(version: str, lacks: tuple[str, str] | None) -> tuple[list[str],
 
 
 #: One is replaced at activation, one for an engine with Muon, one during a load.
-REPLACED = (next(iter(patches.REPLACEMENTS)), *patches.universal.SEAMS)
+PATCHED = (next(iter(patches.REPLACEMENTS)), *patches.universal.SEAMS)
 
 
-@pytest.mark.parametrize("lacks", [None, *REPLACED], ids=str)
+@pytest.mark.parametrize("lacks", [None, *PATCHED], ids=str)
 def test_a_later_version_trains_with_one_warning_or_fails_runs_with_muon_by_what_it_lacks(lacks: Any) -> None:
     (said,), results = run(activate_in, 1, version="0.20.0", lacks=lacks and tuple(lacks))[0]
     assert results.pop("adamw").startswith("torch.optim")
