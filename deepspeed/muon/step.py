@@ -286,7 +286,6 @@ class StepContext:
         kernels: the kernels of every operation; equal on all ranks.
         dtype: dtype of Newton-Schulz where ``ns_dtype`` is ``auto``; equal on all ranks.
         unavailable: device type -> why the package's fast kernels cannot be used on it; ``None`` if they can.
-        threads: the most threads that a step uses on the CPU; ``None``: as many as torch does.
         peers: process group of the ranks that train the same layers; ``None``: all ranks.
         muon_of_all_stages: with a pipeline, {Muon parameter of any stage: hash of how it is split into matrices}. The
             hash is empty for a parameter that is one matrix. ``None`` without a pipeline.
@@ -305,7 +304,6 @@ class StepContext:
     kernels: KernelSet = kernel_set.TORCH
     dtype: str = "fp32"
     unavailable: Unavailable = field(default_factory=dict)
-    threads: int | None = None
     peers: Any = None
     muon_of_all_stages: dict[str, str] | None = None
     is_stepped_in_parts: bool = False

@@ -57,7 +57,7 @@ def agree_on_settings(engine: Any, optimizer: MuonWithAuxAdam) -> Facts:
         - ``group_count``: the largest number of parameter groups in a stage.
         - ``matrices``: the number of Muon's matrices in the whole model.
         - ``first_ranks``: the lowest rank of each stage.
-        - ``threads``: how many threads a rank may use on the CPU.
+        - ``cpus_per_rank``: how many CPUs each rank has for itself, at least 1.
         - ``monitor``: whether DeepSpeed's monitor is enabled on rank 0.
 
     Raises:
@@ -113,7 +113,6 @@ def bind_engine(engine: Any) -> None:
         kernels=selection.choose(kernel_facts["unavailable"]),
         dtype=kernel_facts["dtype"],
         unavailable=kernel_facts["unavailable"],
-        threads=agreed["threads"],
         peers=peers,
         muon_of_all_stages=muon_of_all_stages,
         is_stepped_in_parts=True,
@@ -134,7 +133,7 @@ def bind_engine(engine: Any) -> None:
     adapter.patch_state_access()
     _support_universal_checkpoints(adapter)
     if engine.global_rank in agreed["first_ranks"]:
-        log_startup(adapter, agreed["matrices"])
+        log_startup(adapter, agreed["matrices"], agreed["cpus_per_rank"])
 
 
 def _support_universal_checkpoints(adapter: Adapter) -> None:
@@ -206,10 +205,10 @@ def usable_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def threads_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
-    """Return how many threads each rank may use so that no CPU has more than one; at least 1, equal for all ranks.
+def cpus_per_rank(machines: Sequence[str], cpus: Sequence[Sequence[int]]) -> int:
+    """Return each rank's share of its machine's CPUs: at least 1, and equal for all ranks.
 
-    Example: 2 ranks on the same 8 CPUs get 4 threads each.
+    Example: 2 ranks on the same 8 CPUs have 4 each.
 
     Args:
         machines: a name of the machine of each rank.
@@ -245,7 +244,7 @@ def _judge_settings(of_ranks: list[Facts]) -> Facts:
     first_ranks = {local["stage"]: rank for rank, local in reversed(list(enumerate(of_ranks)))}
     stages = [of_ranks[rank] for _, rank in sorted(first_ranks.items())]
     return {
-        "threads": threads_per_rank([local["machine"] for local in of_ranks], [local["cpus"] for local in of_ranks]),
+        "cpus_per_rank": cpus_per_rank([local["machine"] for local in of_ranks], [local["cpus"] for local in of_ranks]),
         "group_count": max(local["group_count"] for local in stages),
         "matrices": sum(local["matrices"] for local in stages),
         "first_ranks": sorted(first_ranks.values()),

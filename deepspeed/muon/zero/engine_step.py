@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replaces an engine's backward and step: check their order, limit CPU threads, and measure a step if asked to."""
+"""What replaces an engine's backward and step: check their order, and measure a step if asked to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-
-import torch
 
 from deepspeed.muon.errors import CallOrderError
 from deepspeed.muon.monitor import Phase
@@ -56,9 +54,8 @@ def take_step(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Non
     optimizer = engine.basic_optimizer
 
     def step() -> None:
-        with limited_threads(optimizer.context.threads):
-            optimizer.begin_step()
-            original(engine, *args, **kwargs)
+        optimizer.begin_step()
+        original(engine, *args, **kwargs)
 
     recorder, skipped = engine._muon_recorder, engine.skipped_steps
     phase = _timed(engine.timers) if engine.wall_clock_breakdown() else nullcontext
@@ -93,17 +90,3 @@ def _timed(timers: Any) -> Phase:
             timer.stop()
 
     return phase
-
-
-@contextmanager
-def limited_threads(limit: int | None) -> Iterator[None]:
-    """Let torch use at most ``limit`` CPU threads in the ``with`` block; ``None``: as many as before."""
-    before = torch.get_num_threads()
-    if limit is None or before <= limit:
-        yield
-        return
-    torch.set_num_threads(limit)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -31,7 +31,7 @@ REST = "print(engine.basic_optimizer.describe()) shows each parameter"
 CPUS_PER_THREAD_TO_ADVISE = 4
 
 
-def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
+def log_startup(adapter: Adapter, matrices_of_all: int, cpus_per_rank: int) -> None:
     """Log in one line what Muon and AdamW will update, and at DEBUG how a step runs and how parameters are split.
 
     Warn of what makes steps slower than they could be. Call this on one rank of each part of the model: of each
@@ -40,6 +40,7 @@ def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
     Args:
         adapter: the :class:`Adapter` of the engine's ZeRO wrapper.
         matrices_of_all: number of Muon's matrices in the whole model.
+        cpus_per_rank: how many CPUs each rank has for itself.
     """
     engine, optimizer, specs = adapter.engine, adapter.optimizer, adapter.optimizer.specs.values()
     matrices, rest = ([spec for spec in specs if spec.use_muon == use_muon] for use_muon in (True, False))
@@ -63,7 +64,7 @@ def log_startup(adapter: Adapter, matrices_of_all: int) -> None:
     how = (*preset, _size_of_updates(config), _where_and_in(optimizer), REST) if matrices else ()
     logger.info("deepspeed-muon %s: %s%s", __version__, place, "; ".join([", ".join(facts), *how]))
     if matrices:
-        _warn_of_slow_steps(optimizer)
+        _warn_of_slow_steps(optimizer, cpus_per_rank)
         logger.debug("deepspeed-muon: %s%s", place, "; ".join(_update_phrases(optimizer, matrices)))
         logger.debug("deepspeed-muon: %s%s", place, "; ".join(_step_phrases(engine, optimizer)))
     if config.preset != "none":
@@ -131,30 +132,27 @@ def _step_phrases(engine: Any, optimizer: MuonWithAuxAdam) -> tuple[str, ...]:
     methods = sorted(optimizer.ns_methods - {"auto"})
     sent = sum(plan.sent_elements for plan in plans) * exchange.dtype.itemsize / 1e6
     extra = sum(2 * plan.moved_elements for plan in plans) * exchange.dtype.itemsize / 1e6
-    threads, limit = torch.get_num_threads(), optimizer.context.threads or torch.get_num_threads()
-    shares_cpus = [f"a step uses {limit} of {threads} threads, because ranks share CPUs"] if limit < threads else []
     return (
         f"rank {engine.global_rank} sends {sent:.1f} MB per step in {optimizer.config.wire}",
         *([f"all ranks send {extra:.1f} MB more to share the work evenly"] if extra else ()),
         *_work_division(engine, optimizer),
-        *shares_cpus,
         f"kernels: {summary(optimizer.context.kernels, optimizer.context.unavailable)}",
         *([f"ns_method {', '.join(methods)} in groups that set it"] if methods else ()),
     )
 
 
-def _warn_of_slow_steps(optimizer: MuonWithAuxAdam) -> None:
-    """Warn of what makes a step slower than it could be: fast kernels that do not work here, unused CPUs."""
+def _warn_of_slow_steps(optimizer: MuonWithAuxAdam, cpus_per_rank: int) -> None:
+    """Warn of what makes a step slower than it could be: missing fast kernels, too few or too many CPU threads."""
     context, threads = optimizer.context, torch.get_num_threads()
     found = []
     lacking = any(context.unavailable.get(kind) for kind in WITH_FAST_KERNELS)
     if lacking and optimizer.config.kernels == "auto":
         found.append(f"kernels: {summary(context.kernels, context.unavailable)}")
     on_cpu = any(tensor.is_cpu for partition in optimizer.all_partitions for tensor in partition.tensors)
-    if on_cpu and context.threads is not None and context.threads >= CPUS_PER_THREAD_TO_ADVISE * threads:
+    if on_cpu and (threads > cpus_per_rank or cpus_per_rank >= CPUS_PER_THREAD_TO_ADVISE * threads):
         found.append(
-            f"each rank uses {threads} of {context.threads} CPUs; set OMP_NUM_THREADS to use more, up to "
-            f"{context.threads}"
+            f"each rank has {threads} threads, and its share of the CPUs is {cpus_per_rank}; set OMP_NUM_THREADS to "
+            f"{cpus_per_rank}"
         )
     for text in found:
         logger.warning("deepspeed-muon: steps are slower than they could be: %s", text)

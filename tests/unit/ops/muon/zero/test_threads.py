@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of a step on the CPU: the ranks of a node share its CPUs, and the script's own setting comes back."""
+"""CPU threads: a step uses as many as the script has set, and a warning names the number that fits the machine."""
 
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from deepspeed.muon import step
-from deepspeed.muon.zero.bind import threads_per_rank
+from deepspeed.muon.zero.bind import cpus_per_rank
 from helpers.distributed import run
 from helpers.logs import logged
 from helpers.models import Mlp
@@ -33,43 +31,41 @@ HALVES = [NODE[:48], NODE[48:]]
     ],
     ids=["a node", "uneven nodes", "no divisor", "more ranks than CPUs", "one each", "bound", "by socket", "thirds"],
 )
-def test_a_rank_takes_its_share_of_the_cpus(hosts: list[str], cpus: list[list[int]], expected: int) -> None:
-    assert threads_per_rank(hosts, cpus) == expected
+def test_the_ranks_of_a_machine_share_its_cpus(hosts: list[str], cpus: list[list[int]], expected: int) -> None:
+    assert cpus_per_rank(hosts, cpus) == expected
 
 
 def threads_of_a_run(threads: int, cpus: int) -> tuple[set[int], int, list[str]]:
-    """Return the numbers of threads in steps, then the script's, and the log at start."""
+    """Return the numbers of threads in steps, then the script's, and the warning at start."""
     seen: set[int] = set()
+    orthogonalize = step.orthogonalize
 
-    def noting(function: Callable) -> Callable:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            seen.add(torch.get_num_threads())
-            return function(*args, **kwargs)
-
-        return noted
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return orthogonalize(*args, **kwargs)
 
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deepspeed.muon.zero.bind.usable_cpus", lambda: list(range(cpus)))
-        patch.setattr("deepspeed.muon.step.orthogonalize", noting(step.orthogonalize))
-        with logged(logging.DEBUG) as lines:
+        patch.setattr("deepspeed.muon.step.orthogonalize", noting)
+        with logged() as lines:
             engine = make_engine(Mlp(), ds_config(stage=2, offload=True))
         train_through_skips(engine, 2)
     engine.destroy()
-    return seen, torch.get_num_threads(), [line for line in lines if " uses " in line]
+    return seen, torch.get_num_threads(), [line for line in lines if "OMP_NUM_THREADS" in line]
 
 
 @pytest.mark.parametrize(
-    ("threads", "cpus", "expected", "text"),
-    [
-        (4, 2, 1, "a step uses 1 of 4 threads, because ranks share CPUs"),
-        (1, 8, 1, "each rank uses 1 of 4 CPUs; set OMP_NUM_THREADS to use more, up to 4"),
-        (2, 4, 2, ""),
-    ],
-    ids=["too many", "few", "enough"],
+    ("threads", "cpus", "share"),
+    [(4, 2, 1), (1, 8, 4), (2, 4, None)],
+    ids=["too many", "few", "as many as CPUs"],
 )
-def test_ranks_of_a_node_have_no_more_threads_than_cpus(threads: int, cpus: int, expected: int, text: str) -> None:
+def test_a_step_keeps_the_scripts_threads_and_a_warning_names_what_fits(
+    threads: int, cpus: int, share: int | None
+) -> None:
+    """A step with another number makes forward and backward several times slower: OpenMP's threads then spin."""
+    text = f"each rank has {threads} threads, and its share of the CPUs is {share}; set OMP_NUM_THREADS to {share}"
     for rank, (seen, after, lines) in enumerate(run(threads_of_a_run, 2, threads=threads, cpus=cpus)):
-        assert (seen, after) == ({expected}, threads)
-        assert len(lines) == bool(text and rank == 0)
+        assert (seen, after) == ({threads}, threads)
+        assert len(lines) == bool(share and rank == 0)
         assert all(text in line for line in lines)
