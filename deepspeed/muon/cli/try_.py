@@ -61,6 +61,7 @@ def run_try(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
     with Trial(args.out, command, args.steps) as trial:
         trial.plan(*adamw, *muon)
+        trial.later = int(len(muon) > 1)
         if kept := sum(run.state != "waiting" for run in trial.runs):
             print(f"{kept} runs have ended in {args.out} before, and are kept", file=sys.stderr)
         first = trial.run(adamw[0])
@@ -72,6 +73,7 @@ def run_try(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             trial.changes = {key: config[key] for key in changed}
         for variant in [*adamw[1:], *muon]:
             trial.run(variant)
+        trial.later = 0
         if middle := between(trial.runs):
             trial.run(Variant("Muon", middle))
         if is_close(trial.runs):
@@ -165,6 +167,8 @@ class Trial:
     def __init__(self, out: Path, command: Sequence[str], steps: int) -> None:
         self.out, self.steps = out.absolute(), steps
         self._command, self._runs = list(command), dict[Variant, Run]()
+        #: How many runs will follow whose rates depend on the losses of those that are planned.
+        self.later = 0
         #: Sections of the ds_config that Muon's runs change; known after the first run.
         self.changes: dict[str, Any] = {}
         #: Seconds that each run of this process took; time when the last one began; lines of the table on the terminal.
@@ -279,7 +283,7 @@ class Trial:
 
     def _left(self) -> str:
         """Return a text on how many runs are still planned, and how long they and the current run will take."""
-        waiting = sum(run.state == "waiting" for run in self.runs)
+        waiting = sum(run.state == "waiting" for run in self.runs) + self.later
         running = next((run for run in self.runs if run.state == "running"), None)
         spent = time.monotonic() - self._began if running else 0.0
         if self._took:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,8 +76,10 @@ def starts() -> list[str]:
 
 
 def test_the_best_rate_and_what_lies_between_the_best_two_is_found(trial: Callable[..., Any]) -> None:
-    facts = trial("--config", "ds.json", "--json", draws=True).facts
+    found = trial("--config", "ds.json", "--json", draws=True)
+    facts = found.facts
     assert starts() == RATES
+    assert [int(count) for count in re.findall(r"(\d+) more planned", found.err)] == [5, 4, 3, 2, 1, 0]
     assert [row["state"] for row in facts["runs"]] == ["done"] * 6
     assert [row["rate"] for row in facts["runs"]] == ["0.002", "0.002", "0.006", "0.02", "0.06", "0.011"]
     assert facts["verdict"].startswith("Muon x5.5 (rate 0.011) ends at 2.6")
