@@ -149,11 +149,11 @@ def _warn_of_slow_steps(optimizer: MuonWithAuxAdam, cpus_per_rank: int) -> None:
     if lacking and optimizer.config.kernels == "auto":
         found.append(f"kernels: {summary(context.kernels, context.unavailable)}")
     on_cpu = any(tensor.is_cpu for partition in optimizer.all_partitions for tensor in partition.tensors)
-    if on_cpu and (threads > cpus_per_rank or cpus_per_rank >= CPUS_PER_THREAD_TO_ADVISE * threads):
-        found.append(
-            f"each rank has {threads} threads, and its share of the CPUs is {cpus_per_rank}; set OMP_NUM_THREADS to "
-            f"{cpus_per_rank}"
-        )
+    per_rank = f"threads per rank: {threads}, CPUs per rank: {cpus_per_rank}"
+    if on_cpu and threads > cpus_per_rank:
+        found.append(f"{per_rank}; set OMP_NUM_THREADS to at most {cpus_per_rank}")
+    elif on_cpu and cpus_per_rank >= CPUS_PER_THREAD_TO_ADVISE * threads:
+        found.append(f"{per_rank}; set OMP_NUM_THREADS to use more, up to {cpus_per_rank}")
     for text in found:
         logger.warning("deepspeed-muon: steps are slower than they could be: %s", text)
 

@@ -56,16 +56,17 @@ def threads_of_a_run(threads: int, cpus: int) -> tuple[set[int], int, list[str]]
 
 
 @pytest.mark.parametrize(
-    ("threads", "cpus", "share"),
-    [(4, 2, 1), (1, 8, 4), (2, 4, None)],
+    ("threads", "cpus", "text"),
+    [
+        (4, 2, "threads per rank: 4, CPUs per rank: 1; set OMP_NUM_THREADS to at most 1"),
+        (1, 8, "threads per rank: 1, CPUs per rank: 4; set OMP_NUM_THREADS to use more, up to 4"),
+        (2, 4, ""),
+    ],
     ids=["too many", "few", "as many as CPUs"],
 )
-def test_a_step_keeps_the_scripts_threads_and_a_warning_names_what_fits(
-    threads: int, cpus: int, share: int | None
-) -> None:
+def test_a_step_keeps_the_scripts_threads_and_a_warning_names_what_fits(threads: int, cpus: int, text: str) -> None:
     """A step with another number makes forward and backward several times slower: OpenMP's threads then spin."""
-    text = f"each rank has {threads} threads, and its share of the CPUs is {share}; set OMP_NUM_THREADS to {share}"
     for rank, (seen, after, lines) in enumerate(run(threads_of_a_run, 2, threads=threads, cpus=cpus)):
         assert (seen, after) == ({threads}, threads)
-        assert len(lines) == bool(share and rank == 0)
+        assert len(lines) == bool(text and rank == 0)
         assert all(text in line for line in lines)
